@@ -1,0 +1,228 @@
+"""build, its single stages, and plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli import options, output
+from pipeline.cli.progress import for_this_terminal
+
+if TYPE_CHECKING:
+    from pipeline.core.plan import PlannedStep
+    from pipeline.core.runner import StepResult
+    from pipeline.core.store import Store
+    from pipeline.errors import Problem
+    from pipeline.stages import Build
+
+
+@click.command()
+@options.config_argument
+@click.option("-o", "--output", "output_dir", type=click.Path(path_type=Path), help="Repository; default build/<name>.")
+@click.option(
+    "--until",
+    type=click.Choice(["quantize", "verify", "compile", "emit"]),
+    default="emit",
+    show_default=True,
+    help="Last stage to run.",
+)
+@options.store_option
+@options.json_option
+def build(
+    config: Path, overrides: tuple[str, ...], output_dir: Path | None, until: str, store_root: Path, as_json: bool
+) -> None:
+    """Run every stage of CONFIG and write the Triton model repository.
+
+    \b
+    trtpipe build build_configs/smollm2-135m/int4-awq-openvino-cpu.yaml
+    trtpipe build my.yaml --set quantization.format=fp8 --until verify
+    """
+    _run(config, overrides, until=until, store_root=store_root, as_json=as_json, output_dir=output_dir, publish=True)
+
+
+def _stage_command(name: str, doc: str) -> click.Command:
+    @click.command(name=name, help=doc)
+    @options.config_argument
+    @options.store_option
+    @options.json_option
+    def command(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: bool) -> None:
+        _run(config, overrides, until=name, store_root=store_root, as_json=as_json)
+
+    return command
+
+
+quantize = _stage_command("quantize", "Build CONFIG up to the quantized checkpoint and print where it is.")
+verify = _stage_command("verify", "Build CONFIG up to the verification report and print its findings.")
+compile_ = _stage_command("compile", "Build CONFIG up to the engine and print where it is.")
+emit = _stage_command("emit", "Build CONFIG up to the model repository in the store, without publishing a copy.")
+
+
+@click.command()
+@options.config_argument
+@options.store_option
+@options.json_option
+def plan(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: bool) -> None:
+    """Show what a build of CONFIG would run, reuse and need. Runs nothing.
+
+    A miss names the field that differs from the nearest earlier run of that stage.
+    """
+    from pipeline import stages
+    from pipeline.core.plan import plan as plan_steps
+    from pipeline.planner import needs as planner
+
+    build, store, hasher = _prepare(config, overrides, store_root)
+    planned = plan_steps(stages.steps(build, hasher, store.root), store)
+    document: dict[str, Any] = {
+        "name": build.config.name,
+        "target": build.config.engine.target,
+        "stages": [_planned_document(step) for step in planned],
+        "needs": [asdict(need) for need in planner.needs(build.architecture, build.config)],
+        "deviations": stages.deviations(build.config),
+        "problems": [asdict(problem) for problem in build.problems],
+        **stages.gpu_plan(build),
+    }
+    if as_json:
+        output.emit_json(document)
+    else:
+        _print_plan(document, build.warnings)
+    build.require_possible()
+
+
+def _print_plan(document: dict[str, Any], warnings: Sequence[Problem]) -> None:
+    click.echo(f"plan of '{document['name']}' for {document['target']}\n")
+    rows = [(s["name"], s["status"], (s["key"] or "unknown")[7:19], s["reason"]) for s in document["stages"]]
+    click.echo(output.table(("stage", "status", "key", "why"), rows))
+    needs = [(need["what"], output.size(need["n_bytes"]), need["why"]) for need in document["needs"]]
+    click.echo("\n" + output.table(("needs", "size", "why"), needs))
+    if "budget" in document:
+        budget = [(row["what"], output.size(row["bytes"]), row["how"]) for row in document["budget"]["rows"]]
+        click.echo("\n" + output.table(("each GPU holds", "size", "why"), budget))
+    if "commands" in document:
+        click.echo("\ncommands that the GPU node runs (not run here):")
+        for command in document["commands"]:
+            click.echo("  " + shlex.join(command))
+    for text in document["deviations"]:
+        click.echo(f"\nCPU differs from GPU: {text}")
+    for problem in warnings:
+        click.echo(f"\nwarning: {problem}")
+
+
+def _planned_document(step: PlannedStep) -> dict[str, Any]:
+    return {
+        "name": step.step.name,
+        "status": step.status,
+        "key": step.key,
+        "digest": step.digest,
+        "reason": step.reason,
+        "params": step.step.params,
+        "toolchain": step.step.toolchain,
+    }
+
+
+def _prepare(config: Path, overrides: Sequence[str], store_root: Path) -> tuple[Build, Store, Any]:
+    from pipeline import stages
+    from pipeline.config.load import load
+    from pipeline.core.digest import FileHasher
+    from pipeline.core.store import Store
+
+    loaded = load(config, overrides)
+    store = Store(store_root)
+    hasher = FileHasher(store_root / "stat-cache.json")
+    return stages.examine(loaded, hasher), store, hasher
+
+
+def _run(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    until: str,
+    store_root: Path,
+    as_json: bool,
+    output_dir: Path | None = None,
+    publish: bool = False,
+) -> None:
+    from pipeline import stages
+    from pipeline.core.runner import run
+
+    build, store, hasher = _prepare(config, overrides, store_root)
+    build.require_possible()
+    for problem in build.warnings:
+        click.echo(f"warning: {problem}", err=True)
+    _wait_without_spinning()
+    results = run(stages.steps(build, hasher, store.root), store, for_this_terminal(), until=until)
+    for name, result in results.items():
+        store.set_ref(f"{build.config.name}@{name}", result.artifact.digest)
+    repository = None
+    if publish and until == "emit":
+        repository = output_dir or Path("build") / build.config.name
+        stages.publish(results["emit"].artifact, repository)
+    _report(build, results, repository, as_json=as_json)
+
+
+def _wait_without_spinning() -> None:
+    """Let idle OpenMP threads sleep; read once, when torch loads its runtime.
+
+    Spinning threads cost a busy two-core machine a factor of ten and more, and gain a quiet one nothing.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def _report(build: Build, results: dict[str, StepResult], repository: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        output.emit_json(
+            {
+                "name": build.config.name,
+                "stages": {name: _result_document(result) for name, result in results.items()},
+                "verification": _verification(results),
+                "repository": None if repository is None else str(repository),
+            }
+        )
+        return
+    rows = [
+        (
+            name,
+            "reused" if result.hit else "built",
+            output.seconds(result.seconds),
+            "-" if result.peak_rss_bytes is None else output.size(result.peak_rss_bytes),
+            output.size(_stored_bytes(result.artifact.path)),
+            result.artifact.path,
+        )
+        for name, result in results.items()
+    ]
+    click.echo("\n" + output.table(("stage", "", "time", "peak memory", "on disk", "artifact"), rows))
+    verification = _verification(results)
+    if verification:
+        click.echo("\n" + output.table(("verified", "value"), list(verification.items())))
+    if repository is not None:
+        click.echo(f"\nrepository: {repository}\nnext:       trtpipe serve {repository}")
+
+
+def _result_document(result: StepResult) -> dict[str, Any]:
+    return {
+        "hit": result.hit,
+        "seconds": result.seconds,
+        "peak_rss_bytes": result.peak_rss_bytes,
+        "path": str(result.artifact.path),
+        "digest": result.artifact.digest,
+        "bytes": _stored_bytes(result.artifact.path),
+    }
+
+
+def _stored_bytes(artifact: Path) -> int:
+    return sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file())
+
+
+def _verification(results: dict[str, StepResult]) -> dict[str, Any]:
+    """What the proof found: the counts, then the end-to-end figures."""
+    if "verify" not in results:
+        return {}
+    report = json.loads((results["verify"].artifact.path / "report.json").read_text())
+    return {**report["summary"], **(report["end_to_end"] or {})}

@@ -1,0 +1,260 @@
+"""Can this legal config be built at all? The table is legality.toml; this reads and applies it.
+
+Rows combine target, format, KV cache, GPU, features, architecture and toolchain. Laws about sizes
+(group size x layer shape, heads x tensor parallelism, lengths) are arithmetic and live in shapes.py.
+Nothing here touches a device or reads weights: it runs before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from pipeline.config import shapes
+from pipeline.config.schema import BuildConfig
+from pipeline.config.section import Section
+from pipeline.config.shapes import ArchitectureFacts
+from pipeline.errors import Problem, Severity
+
+__all__ = ["ArchitectureFacts", "Gpu", "HostFacts", "check", "gpus", "table"]
+
+Fact = str | int | bool
+
+
+class HostFacts(Protocol):
+    """What the check wants to know about a machine."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Installed distributions and their versions."""
+        ...
+
+
+class Gpu(Section):
+    """A GPU that an engine can be built for.
+
+    Attributes:
+        name: the config's word.
+        sm: compute capability as an integer, 90 for Hopper.
+        architecture: NVIDIA's name of the generation.
+        memory_gb: memory of the variants sold under the name, in GB as marketed.
+        source: where the facts were read.
+    """
+
+    name: str
+    sm: int
+    architecture: str
+    memory_gb: tuple[int, ...]
+    source: str
+
+
+class Range(Section):
+    """Bounds of a number, both exclusive."""
+
+    above: int | None = None
+    below: int | None = None
+
+
+class Row(Section):
+    """One row of the table: the conditions, all of which must hold, and where the fact was read."""
+
+    when: Mapping[str, tuple[str | int, ...] | Range]
+    reason: str
+    source: str
+
+
+class Verdict(Row):
+    """A row that refuses or warns: the config key to blame, and what to write instead."""
+
+    key: str
+    instead: str
+
+
+class Package(Row):
+    """A package version that a combination needs: at least `from`, less than `below`."""
+
+    package: str
+    at_least: str | None = Field(default=None, alias="from")
+    below: str | None = None
+
+
+class Tried(Section):
+    """The architectures that a target was really run with, and the verdict on others."""
+
+    target: str
+    names: tuple[str, ...]
+    others: Literal["refused", "warning"]
+    source: str
+
+
+class Names(Section):
+    """Last parts of module names that share a property."""
+
+    names: frozenset[str]
+    source: str
+
+
+class Table(Section):
+    """legality.toml."""
+
+    allowed: tuple[Row, ...]
+    refused: tuple[Verdict, ...]
+    warning: tuple[Verdict, ...]
+    toolchain: tuple[Package, ...]
+    architectures: tuple[Tried, ...]
+    row_parallel: Names
+    fused: tuple[Names, ...]
+
+
+@cache
+def table() -> Table:
+    """Read legality.toml; a row without a source or with an unknown field does not load."""
+    return Table.model_validate(_read("legality.toml"))
+
+
+@cache
+def gpus() -> Mapping[str, Gpu]:
+    """Read gpus.toml: config word -> facts."""
+    return MappingProxyType(
+        {name: Gpu.model_validate({"name": name} | row) for name, row in _read("gpus.toml").items()}
+    )
+
+
+def check(
+    config: BuildConfig,
+    architecture: ArchitectureFacts | None,
+    host: HostFacts | None = None,
+    provenance: Mapping[str, str] = MappingProxyType({}),
+) -> list[Problem]:
+    """Judge a config against table, model and machine.
+
+    Args:
+        config: a valid config.
+        architecture: facts about the source; None judges only what needs none.
+        host: versions on this machine; None leaves the toolchain out.
+        provenance: key path -> "file:line" (LoadedConfig.provenance), to say where a key was written.
+
+    Returns:
+        Every problem, errors first; an empty list means that nothing speaks against the build.
+    """
+    facts = _facts(config, architecture)
+    problems = [*_combinations(facts)]
+    if architecture is not None:
+        problems += _architecture(facts)
+        problems += shapes.check(
+            config, architecture, table().row_parallel.names, tuple(row.names for row in table().fused)
+        )
+    if host is not None:
+        problems += _toolchain(facts, host)
+    problems = [_placed(problem, provenance) for problem in dict.fromkeys(problems)]
+    return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def _facts(config: BuildConfig, architecture: ArchitectureFacts | None) -> dict[str, Fact]:
+    engine, quantization = config.engine, config.quantization
+    facts: dict[str, Fact] = {
+        "target": engine.target,
+        "format": quantization.format,
+        "kv_cache": quantization.kv_cache,
+        "group_size": quantization.group_size,
+        "dtype": engine.dtype,
+        "enable_block_reuse": engine.kv_cache.enable_block_reuse,
+        "enable_chunked_context": engine.enable_chunked_context,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "context_parallel_size": engine.context_parallel_size,
+    }
+    if engine.target != "openvino" and engine.gpu is not None:
+        facts |= {"gpu": engine.gpu, "sm": gpus()[engine.gpu].sm}
+    if architecture is not None:
+        facts |= {"architecture": architecture.architecture, "source_dtype": architecture.dtype}
+    return facts
+
+
+def _combinations(facts: Mapping[str, Fact]) -> Iterator[Problem]:
+    refused = [row for row in table().refused if _matches(row, facts)]
+    yield from (_judged(row, facts, "error") for row in refused)
+    yield from (_judged(row, facts, "warning") for row in table().warning if _matches(row, facts))
+    if not refused and not any(_matches(row, facts) for row in table().allowed):
+        where = f"{facts['target']} on {facts['gpu']}" if "gpu" in facts else str(facts["target"])
+        message = f"{facts['format']} with kv_cache {facts['kv_cache']} is not known to work with {where}."
+        yield Problem(where="quantization.format", message=message, hint="Pick another format or KV cache format.")
+
+
+def _architecture(facts: Mapping[str, Fact]) -> Iterator[Problem]:
+    """Judge an architecture that no row refuses by the list of what the target was run with."""
+    name = facts["architecture"]
+    if any("architecture" in row.when and _matches(row, facts) for row in table().refused):
+        return
+    for row in table().architectures:
+        if row.target != facts["target"] or name in row.names:
+            continue
+        known = ", ".join(row.names)
+        if row.others == "refused":
+            message, hint = f"{name} is not built for {row.target}.", f"Architectures that are: {known}."
+            yield Problem(where="engine.target", message=message, hint=hint)
+        else:
+            message = f"{name} was not run with {row.target} before (tried: {known})."
+            hint = "The verify stage judges the result; read its report before you ship it."
+            yield Problem(where="engine.target", message=message, hint=hint, severity="warning")
+
+
+def _toolchain(facts: Mapping[str, Fact], host: HostFacts) -> Iterator[Problem]:
+    for row in table().toolchain:
+        version = host.versions.get(row.package)
+        if version is None or not _matches(row, facts):
+            continue
+        too_old = row.at_least is not None and _release(version) < _release(row.at_least)
+        too_new = row.below is not None and _release(version) >= _release(row.below)
+        if too_old or too_new:
+            limits = [f"{sign}{limit}" for sign, limit in ((">=", row.at_least), ("<", row.below)) if limit]
+            message = (
+                f"{row.package} {version} is installed, and this build needs {' and '.join(limits)}: {row.reason}."
+            )
+            hint = f"pip install '{row.package}{','.join(limits)}'."
+            yield Problem(where="environment", message=message, hint=hint)
+
+
+def _matches(row: Row, facts: Mapping[str, Fact]) -> bool:
+    """Whether every condition of a row holds; one about an unknown fact does not."""
+    return all(_holds(wanted, facts.get(name)) for name, wanted in row.when.items())
+
+
+def _holds(wanted: tuple[str | int, ...] | Range, fact: Fact | None) -> bool:
+    if not isinstance(wanted, Range):
+        return fact in wanted
+    if not isinstance(fact, int):
+        return False
+    return (wanted.above is None or fact > wanted.above) and (wanted.below is None or fact < wanted.below)
+
+
+def _judged(row: Verdict, facts: Mapping[str, Fact], severity: Severity) -> Problem:
+    message, hint = f"{row.reason.format_map(facts)}.", row.instead.format_map(facts)
+    return Problem(where=row.key, message=message, hint=hint, severity=severity)
+
+
+def _placed(problem: Problem, provenance: Mapping[str, str]) -> Problem:
+    place = provenance.get(problem.where, "default")
+    if place == "default":
+        return problem
+    return Problem(
+        where=f"{place} {problem.where}", message=problem.message, hint=problem.hint, severity=problem.severity
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The release numbers of a version; '2026.4.1-dev' -> (2026, 4, 1)."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files("pipeline.config").joinpath(name).read_text("utf-8"))

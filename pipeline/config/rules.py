@@ -1,0 +1,197 @@
+"""Laws between keys that need no facts about checkpoint or machine.
+
+Each rule reads a typed config and yields findings; the first key of a finding is the one to blame.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import PurePosixPath
+
+from pipeline.config.keys import KEYS, leaves
+from pipeline.config.schema import BuildConfig
+from pipeline.errors import Severity
+
+UNQUANTIZED = ("bf16", "fp16")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        keys: the key paths that the rule read; the first one is to blame.
+        message: what is wrong, with the values.
+        hint: what to write.
+        severity: an error, or a warning about a setting without effect.
+    """
+
+    keys: tuple[str, ...]
+    message: str
+    hint: str
+    severity: Severity = "error"
+
+
+def check(config: BuildConfig) -> Iterator[Finding]:
+    """Yield everything that does not hold between the keys of a config."""
+    yield from _source(config)
+    yield from _revision(config)
+    yield from _dtype(config)
+    yield from _exclude(config)
+    yield from _limits(config)
+    yield from _parallelism(config)
+    yield from _without_effect(config)
+
+
+def _source(config: BuildConfig) -> Iterator[Finding]:
+    source = config.source
+    kinds = {"path": source.path, "hub": source.hub, "gguf": source.gguf, "package": source.package}
+    written = [kind for kind, value in kinds.items() if value is not None]
+    if not written:
+        keys = ("source", *(f"source.{kind}" for kind in kinds))
+        hint = "Write one of path (a directory), hub (an id), gguf (a file) or package with file."
+        yield Finding(keys=keys, message="names no checkpoint.", hint=hint)
+    if len(written) > 1:
+        names = ", ".join(f"'{kind}'" for kind in written)
+        hint = "Keep one; a key that comes from an extended file is taken back with null."
+        keys = tuple(f"source.{kind}" for kind in reversed(written))
+        yield Finding(keys=keys, message=f"more than one source is named: {names}.", hint=hint)
+    if source.package is not None and source.file is None:
+        message = "a package needs 'file', the checkpoint's path inside it."
+        yield Finding(
+            keys=("source.package", "source.file"), message=message, hint="Add file: module/model.gguf beside package."
+        )
+    if source.file is not None and source.package is None:
+        message = f"'{source.file}' is a path inside a package, and no package is named."
+        hint = "Add package, or write path or gguf for a file on disk."
+        yield Finding(keys=("source.file", "source.package"), message=message, hint=hint)
+    if source.file is not None and (PurePosixPath(source.file).is_absolute() or ".." in source.file.split("/")):
+        message = f"'{source.file}' leaves the package."
+        yield Finding(keys=("source.file",), message=message, hint="Write the path as the package's file list has it.")
+
+
+def _revision(config: BuildConfig) -> Iterator[Finding]:
+    source = config.source
+    if source.hub is not None and not _HUB_ID.fullmatch(source.hub):
+        hint = "Write owner/name."
+        if source.hub.endswith(".gguf"):
+            hint = "Write gguf for a GGUF file."
+        elif source.hub.startswith(("http:", "https:")):
+            hint = f"Write hub: {'/'.join(source.hub.split('/')[3:5])}."
+        elif source.hub.startswith((".", "/", "~")):
+            hint = "Write path for a directory."
+        yield Finding(keys=("source.hub",), message=f"'{source.hub}' is not a hub id.", hint=hint)
+    if source.revision is not None and source.hub is None:
+        message = "a revision belongs to a hub id, and no hub id is named."
+        yield Finding(keys=("source.revision", "source.hub"), message=message, hint="Remove it, or name 'hub'.")
+    elif source.revision is not None and not _COMMIT.fullmatch(source.revision):
+        message = f"'{source.revision}' is not a commit: a branch or tag can move, so a rebuild could differ."
+        hint = "Write the 40 hex digits of the commit; the hub shows them under 'Files and versions'."
+        yield Finding(keys=("source.revision",), message=message, hint=hint)
+    elif source.hub is not None and source.revision is None:
+        message = f"'{source.hub}' is not pinned, so a rebuild could take other weights."
+        hint = "Add revision: the 40 hex digits of a commit; the hub shows them under 'Files and versions'."
+        yield Finding(keys=("source.hub", "source.revision"), message=message, hint=hint)
+
+
+def _dtype(config: BuildConfig) -> Iterator[Finding]:
+    wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(config.quantization.format)
+    if wanted is not None and wanted != config.engine.dtype:
+        message = f"format {config.quantization.format} is {wanted}, and engine.dtype is {config.engine.dtype}."
+        other = {"bfloat16": "bf16", "float16": "fp16"}[config.engine.dtype]
+        hint = f"Set engine.dtype: {wanted}, or quantization.format: {other}."
+        yield Finding(keys=("engine.dtype", "quantization.format"), message=message, hint=hint)
+
+
+def _exclude(config: BuildConfig) -> Iterator[Finding]:
+    for pattern in config.quantization.exclude:
+        if pattern in ("*", "**", "model*", "model.*", "*.*"):
+            message = f"'{pattern}' excludes every layer, so nothing is left to quantize."
+            hint = "Name layers, for example '*.mlp.down_proj', or set format: bf16."
+            yield Finding(keys=("quantization.exclude",), message=message, hint=hint)
+        elif not pattern.strip():
+            yield Finding(keys=("quantization.exclude",), message="an empty glob matches no module.", hint="Remove it.")
+
+
+def _limits(config: BuildConfig) -> Iterator[Finding]:
+    engine, serving = config.engine, config.serving
+    if engine.max_num_tokens < engine.max_batch_size:
+        message = (
+            f"{engine.max_num_tokens} tokens per iteration cannot hold one token of each of {engine.max_batch_size} "
+            "sequences (engine.max_batch_size)."
+        )
+        hint = f"Raise it to {engine.max_batch_size} or more, or lower max_batch_size."
+        yield Finding(keys=("engine.max_num_tokens", "engine.max_batch_size"), message=message, hint=hint)
+    if engine.max_seq_len is None:
+        return
+    if not engine.enable_chunked_context and engine.max_num_tokens < engine.max_seq_len:
+        # NVIDIA/TensorRT-LLM#2702: prompts above max_num_tokens are rejected at run time otherwise.
+        message = (
+            f"without chunked context a prompt must fit into one iteration: {engine.max_num_tokens} tokens "
+            f"< max_seq_len {engine.max_seq_len}."
+        )
+        hint = f"Raise it to {engine.max_seq_len}, or set enable_chunked_context: true."
+        keys = ("engine.max_num_tokens", "engine.max_seq_len", "engine.enable_chunked_context")
+        yield Finding(keys=keys, message=message, hint=hint)
+    if serving.default_max_tokens >= engine.max_seq_len:
+        message = (
+            f"an answer of {serving.default_max_tokens} tokens leaves no room for a prompt: prompt plus output is at "
+            f"most {engine.max_seq_len} (engine.max_seq_len)."
+        )
+        hint = f"Lower it, for example to {max(1, engine.max_seq_len // 4)}, or raise max_seq_len."
+        yield Finding(keys=("serving.default_max_tokens", "engine.max_seq_len"), message=message, hint=hint)
+
+
+def _parallelism(config: BuildConfig) -> Iterator[Finding]:
+    if config.engine.target != "openvino" and config.engine.gpu is None:
+        gpus = ", ".join(str(choice) for choice in KEYS["engine.gpu"].choices)
+        message = "a TensorRT-LLM engine runs on one GPU model only, and none is named."
+        if config.engine.target == "tensorrt_llm_llmapi":
+            message = "precision and memory depend on the GPU, and none is named."
+        yield Finding(keys=("engine.gpu", "engine.target"), message=message, hint=f"Add gpu: one of {gpus}.")
+
+
+def _without_effect(config: BuildConfig) -> Iterator[Finding]:
+    """Warn about values that differ from their default and change nothing."""
+    form, target = config.quantization.format, config.engine.target
+    values = {
+        "quantization.group_size": (
+            config.quantization.group_size,
+            form not in ("int4_awq", "w4a8_awq"),
+            f"format {form}",
+        ),
+        "quantization.smoothquant_alpha": (config.quantization.smoothquant_alpha, form != "int8_sq", f"format {form}"),
+        "quantization.exclude": (config.quantization.exclude, form in UNQUANTIZED, f"format {form}"),
+        "engine.gpu": (config.engine.gpu, target == "openvino", "target openvino, which runs on the CPU"),
+        "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
+    }
+    for path, (value, unused, by) in values.items():
+        if unused and value != KEYS[path].default:
+            message = f"has no effect with {by}."
+            keys = (path, "engine.target" if path.startswith("engine") else "quantization.format")
+            yield Finding(keys=keys, message=message, hint="Remove it.", severity="warning")
+    for path in _of_other_targets(config):
+        message = f"has no effect with target {target}."
+        yield Finding(keys=(path, "engine.target"), message=message, hint="Remove it.", severity="warning")
+
+
+def _of_other_targets(config: BuildConfig) -> Iterator[str]:
+    """Keys that are written and belong to another target than the config's, in schema order."""
+    of_engines = ("engine.build.", "serving.tensorrt_llm.", "serving.bls.")
+    of_gpus = ("engine.toolchain", "engine.kv_cache.free_gpu_memory_fraction", "engine.kv_cache.host_memory_bytes")
+    only_engines = ("engine.preset", "engine.opt_num_tokens", "engine.max_input_len", "engine.kv_cache.type")
+    foreign = () if config.engine.target == "tensorrt_llm" else (*of_engines, *only_engines)
+    if config.engine.target == "openvino":
+        foreign = (*foreign, *of_gpus, "engine.max_beam_width", "engine.kv_cache.tokens_per_block")
+    for key in leaves():
+        if key.path.startswith(foreign or "\0") and _value(config, key.path) != key.default:
+            yield key.path
+
+
+def _value(config: BuildConfig, path: str) -> object:
+    return reduce(getattr, path.split("."), config)

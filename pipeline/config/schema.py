@@ -1,0 +1,243 @@
+"""The build configuration: frozen models, unknown keys forbidden, names the field already uses.
+
+Config is pure data. It is validated once, in config/load.py, and nothing in it reads the
+environment. Laws between fields are in config/rules.py; whether a legal config is also *possible*
+(format x target x GPU x shape) is judged by config/legality.py, because that needs facts about the
+checkpoint. A field's `title` is the noun of its error messages ("'fp88' is not a format").
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config.section import Section
+from pipeline.config.trtllm_options import BackendParameters, BuildOptions
+
+Format = Literal["bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
+KVCacheFormat = Literal["auto", "fp8", "int8"]
+TargetName = Literal["openvino", "tensorrt_llm", "tensorrt_llm_llmapi"]
+ToolchainVersion = Literal["1.2.1", "1.0.0"]
+Preset = Literal["none", "throughput", "latency", "balanced"]
+Gpu = Literal["H100", "H200", "A100", "L40S", "L4"]
+
+
+class SourceConfig(Section):
+    """Where the Hugging Face checkpoint comes from. Exactly one of `path`, `hub`, `gguf`, `package`."""
+
+    path: Path | None = Field(default=None, description="Directory with config.json, tokenizer and safetensors.")
+    hub: str | None = Field(default=None, description="Hub id 'owner/name'; the local cache is honoured.")
+    revision: str | None = Field(
+        default=None, description="Commit of the hub id (40 hex digits) so that a rebuild means the same weights."
+    )
+    gguf: Path | None = Field(default=None, description="A GGUF file; weights are dequantized exactly.")
+    package: str | None = Field(
+        default=None, description="Installed Python distribution that ships the checkpoint (with `file`)."
+    )
+    file: str | None = Field(default=None, description="Path of the file or directory inside `package`.")
+    trust_remote_code: bool = Field(
+        default=False, description="Allow the checkpoint's own Python code to run. Off unless you say so."
+    )
+
+
+class QuantizationConfig(Section):
+    """What ModelOpt does to the weights, activations and KV cache."""
+
+    format: Format = Field(
+        default="bf16",
+        title="format",
+        description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), int8_sq (W8A8 SmoothQuant), "
+        "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo and int4_wo (weights rounded, "
+        "nothing calibrated).",
+    )
+    group_size: Literal[32, 64, 128] = Field(
+        default=128,
+        title="group size",
+        description="Weights that share one scale along the input axis (int4_awq, w4a8_awq).",
+    )
+    kv_cache: KVCacheFormat = Field(
+        default="auto", title="KV cache format", description="KV cache format; auto is the 16-bit model dtype."
+    )
+    smoothquant_alpha: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of the quantization difficulty moved from activations to weights (int8_sq).",
+    )
+    exclude: tuple[str, ...] = Field(
+        default=("lm_head",), description="Globs of module names that stay at 16 bit, for example '*.mlp.down_proj'."
+    )
+
+
+class CalibrationConfig(Section):
+    """The text that the observers see."""
+
+    dataset: Path | None = Field(
+        default=None, description="JSONL (text, prompt or messages) or plain text; empty uses the shipped sample."
+    )
+    num_samples: int = Field(default=64, ge=1, description="Sequences fed.")
+    max_seq_len: int = Field(default=512, ge=8, description="Tokens per sequence; longer text is cut.")
+    batch_size: int = Field(default=4, ge=1, description="Sequences per forward pass.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampling.")
+
+
+class VerifyConfig(Section):
+    """Limits of the proof. An empty limit takes the format's own."""
+
+    dataset: Path | None = Field(
+        default=None, description="Held text for the end-to-end check; empty uses the shipped one."
+    )
+    num_tokens: int = Field(default=2048, ge=64, description="Tokens of held text scored end to end.")
+    max_layer_error: float | None = Field(default=None, gt=0, description="Relative L2 error allowed per layer.")
+    max_kl: float | None = Field(default=None, gt=0, description="Mean KL divergence of the logits allowed, in nats.")
+    min_top1_agreement: float | None = Field(
+        default=None, ge=0, le=1, description="Share of equal top-1 tokens required."
+    )
+    max_perplexity_increase: float | None = Field(
+        default=None, gt=0, description="Relative increase of perplexity allowed, for example 0.1 for 10 %."
+    )
+
+
+class KVCacheConfig(Section):
+    """The paged KV cache of the running engine."""
+
+    size_gib: float | None = Field(
+        default=None, gt=0, description="Memory for KV blocks in GiB; empty grows as needed."
+    )
+    enable_block_reuse: bool = Field(default=True, description="Reuse blocks of equal prefixes (prefix caching).")
+    type: Literal["paged", "continuous", "disabled"] = Field(
+        default="paged",
+        title="KV cache type",
+        description="paged is what in-flight batching needs; disabled builds an engine for prompts only.",
+    )
+    tokens_per_block: int = Field(default=32, ge=1, description="Tokens of a KV block.")
+    free_gpu_memory_fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Share of what is free after the weights; empty is upstream's 0.9."
+    )
+    host_memory_bytes: int | None = Field(
+        default=None, ge=0, description="Host memory for KV blocks that were pushed out of the GPU; empty is none."
+    )
+
+
+class EngineConfig(Section):
+    """What is compiled, for which machine, within which limits."""
+
+    target: TargetName = Field(
+        default="openvino",
+        title="target",
+        description="openvino (CPU), tensorrt_llm (GPU, compiled engines) or tensorrt_llm_llmapi (GPU, LLM API).",
+    )
+    gpu: Gpu | None = Field(
+        default=None, title="known GPU", description="GPU the engine is for; required by the GPU targets."
+    )
+    toolchain: ToolchainVersion = Field(
+        default="1.2.1",
+        title="TensorRT-LLM version that is supported",
+        description="TensorRT-LLM version: 1.2.1 (driver R590), or 1.0.0 for older drivers (R575).",
+    )
+    preset: Preset = Field(
+        default="none",
+        title="preset",
+        description="Starting point of options that are left empty: throughput, latency or balanced; what it decided "
+        "is shown with the reason.",
+    )
+    dtype: Literal["bfloat16", "float16"] = Field(
+        default="bfloat16", title="16-bit type", description="16-bit type of everything that is not quantized."
+    )
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share each layer.")
+    pipeline_parallel_size: int = Field(default=1, ge=1, description="Groups of consecutive layers, one per GPU.")
+    context_parallel_size: int = Field(default=1, ge=1, description="GPUs that share one long sequence.")
+    max_batch_size: int = Field(default=64, ge=1, description="Sequences in flight.")
+    max_num_tokens: int = Field(default=2048, ge=1, description="Tokens per iteration over all sequences.")
+    max_seq_len: int | None = Field(
+        default=None, ge=2, description="Prompt plus output tokens; empty takes the model's."
+    )
+    max_input_len: int | None = Field(
+        default=None, ge=1, description="Prompt tokens; empty is max_seq_len. Only engines with padding heed it."
+    )
+    max_beam_width: int = Field(default=1, ge=1, description="Beams of beam search; 1 is none.")
+    opt_num_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens per iteration that kernels are tuned for; empty is upstream's choice."
+    )
+    kv_cache: KVCacheConfig = Field(default_factory=KVCacheConfig)
+    enable_chunked_context: bool = Field(
+        default=True, description="Split long prompts over iterations (chunked prefill)."
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=2,
+        description="CPU threads of the openvino target; empty is all cores. (1 makes OpenVINO 2026.4 divide by zero.)",
+    )
+    dynamic_quantization: bool = Field(
+        default=True,
+        description="openvino: round activations to int8 while they meet integer weights, for 2 to 3 times the speed; "
+        "off computes exactly what verify proved.",
+    )
+    build: BuildOptions = Field(default_factory=BuildOptions)
+
+
+class QueuePolicy(Section):
+    """How requests wait in Triton (ModelQueuePolicy of the model configuration)."""
+
+    default_timeout_microseconds: int = Field(default=0, ge=0, description="Longest wait; 0 is for ever.")
+    timeout_action: Literal["REJECT", "DELAY"] = Field(
+        default="REJECT", title="time-out action", description="What happens to a request that waited too long."
+    )
+    allow_timeout_override: bool = Field(default=False, description="A request may name a shorter time-out.")
+    priority_levels: int = Field(default=0, ge=0, description="Levels of priority; 0 is none.")
+    default_priority_level: int = Field(default=0, ge=0, description="Level of requests that name none.")
+
+
+class BlsParameters(Section):
+    """Parameters of the scripted endpoint tensorrt_llm_bls of the TensorRT-LLM repository."""
+
+    accumulate_tokens: bool = Field(
+        default=True, description="Detokenize the whole answer for each chunk, so that no character is cut."
+    )
+    tensorrt_llm_model_name: str = Field(default="tensorrt_llm", description="Model that generates.")
+    tensorrt_llm_draft_model_name: str | None = Field(
+        default=None, description="Model that drafts (speculative decoding with an external draft)."
+    )
+    multimodal_encoders_name: str | None = Field(default=None, description="Model that encodes images.")
+
+
+class ServingConfig(Section):
+    """How Triton serves the repository."""
+
+    max_queue_size: int = Field(default=0, ge=0, description="Requests that may wait; 0 is no limit.")
+    preprocessing_instance_count: int = Field(default=1, ge=1, description="Tokenizer processes before the engine.")
+    postprocessing_instance_count: int = Field(default=1, ge=1, description="Detokenizer processes behind the engine.")
+    bls_instance_count: int = Field(default=1, ge=1, description="Processes of the scripted (BLS) endpoint.")
+    default_max_tokens: int = Field(default=256, ge=1, description="Output length when a request names none.")
+    exclude_input_in_output: bool = Field(
+        default=True, description="Answer without the prompt unless a request asks for it."
+    )
+    add_special_tokens: bool = Field(default=True, description="The tokenizer adds its own first tokens.")
+    skip_special_tokens: bool = Field(default=True, description="Special tokens are left out of the answer.")
+    warmup: bool = Field(default=False, description="Triton sends a request to the engine before it is ready.")
+    launch_mode: Literal["leader", "orchestrator", "orchestrator_no_spawn"] = Field(
+        default="leader",
+        title="launch mode",
+        description="leader: one MPI process per rank, one engine per server; orchestrator: several engines.",
+    )
+    queue_policy: QueuePolicy = Field(default_factory=QueuePolicy)
+    bls: BlsParameters = Field(default_factory=BlsParameters)
+    tensorrt_llm: BackendParameters = Field(default_factory=BackendParameters)
+
+
+class BuildConfig(Section):
+    """One build: a source checkpoint, a format, an engine, a repository."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]*$",
+        title="valid name",
+        description="Name of the build and of its repository: lower-case letters, digits, '.', '_' and '-'.",
+    )
+    source: SourceConfig
+    quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
+    calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    verify: VerifyConfig = Field(default_factory=VerifyConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    serving: ServingConfig = Field(default_factory=ServingConfig)

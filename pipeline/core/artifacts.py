@@ -1,0 +1,73 @@
+"""The typed things that stages exchange: each is one immutable directory with a digest.
+
+The layout on disk is the contract between rooms; a room that reads an artifact relies on what its
+class says here and on nothing else. Besides what is listed, every artifact directory that the store
+committed holds `manifest.json` (path -> size, sha256) and `provenance.json`; neither is part of the
+digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A directory of files and the digest of its content.
+
+    `digest` is "sha256:<64 hex>" over the sorted relative POSIX paths, sizes and contents: never
+    over times, owners or absolute paths.
+    """
+
+    kind: ClassVar[str] = "artifact"
+    path: Path
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCheckpoint(Artifact):
+    """A Hugging Face checkpoint: what the user has.
+
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json (chat template inside
+    it or in chat_template.jinja), model.safetensors or shards with model.safetensors.index.json.
+    """
+
+    kind = "source"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedCheckpoint(Artifact):
+    """What ModelOpt made of a source checkpoint.
+
+    hf/                  unified Hugging Face checkpoint (weights, config.json, hf_quant_config.json)
+                         with the source's tokenizer files and generation_config.json; or
+    trtllm/              TensorRT-LLM checkpoint (config.json, rank<r>.safetensors)
+    quantization.json    format, group_size, kv_cache, quantized layers, excluded layers, versions
+    calibration.json     source, digest of exactly the ids that were fed, token statistics
+    probes.safetensors   per quantized layer: recorded input and fake-quantized output
+    """
+
+    kind = "quantized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationReport(Artifact):
+    """report.json: every check with its limit and value, per layer and end to end."""
+
+    kind = "verification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(Artifact):
+    """What a target compiled: engine.json (target, limits, choices with reasons) and the target's files."""
+
+    kind = "engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRepository(Artifact):
+    """A Triton model repository: one directory per model, each config.pbtxt and 1/."""
+
+    kind = "repository"

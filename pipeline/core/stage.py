@@ -1,0 +1,102 @@
+"""What a step is: a function from artifacts to one artifact, and everything that decides its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.core.artifacts import Artifact
+from pipeline.core.digest import JSON, SCHEME, digest_json
+from pipeline.core.progress import Progress
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a running step gets.
+
+    inputs: role -> artifact, to be read only.
+    out: an empty directory; the step writes here and nowhere else, and what it leaves is the artifact.
+        Symlinks are refused. `log/` and `*.log` at its root are not part of the artifact: they are
+        dropped when the step succeeds and kept when it fails.
+    progress: who listens.
+    """
+
+    inputs: Mapping[str, Artifact]
+    out: Path
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a build.
+
+    Everything that can change the bytes of the result is in `version`, `params`, `inputs` and
+    `toolchain`; what only steers the execution (threads, verbosity) must not change them and stays out.
+
+    name: unique within a build.
+    version: raised when the code would write other bytes for the same inputs.
+    output: the artifact's type.
+    params: JSON.
+    inputs: role -> name of an earlier step, or an artifact that exists already.
+    toolchain: distribution or tool -> version.
+    run: does the work.
+    disk_bytes: an estimate of what the step writes, checked against free space before it starts; not
+        part of the key.
+    """
+
+    name: str
+    version: int
+    output: type[Artifact]
+    params: Mapping[str, JSON]
+    inputs: Mapping[str, str | Artifact]
+    toolchain: Mapping[str, str]
+    run: Callable[[StepContext], None]
+    disk_bytes: int = 0
+
+    def action(self, inputs: Mapping[str, str]) -> Action:
+        """Return what this step does once the digests of its inputs (role -> digest) are known."""
+        return Action(self.name, self.version, self.params, inputs, self.toolchain)
+
+
+@dataclass(frozen=True)
+class Action:
+    """The hashed description of one run of a step; equal actions make equal artifacts."""
+
+    step: str
+    version: int
+    params: Mapping[str, JSON]
+    inputs: Mapping[str, str]
+    toolchain: Mapping[str, str]
+
+    def document(self) -> dict[str, JSON]:
+        """Return the fields that the key covers."""
+        return {
+            "scheme": SCHEME,
+            "step": self.step,
+            "version": self.version,
+            "params": self.params,
+            "inputs": self.inputs,
+            "toolchain": self.toolchain,
+        }
+
+    @property
+    def key(self) -> str:
+        """The digest "sha256:<hex>" of the action."""
+        return digest_json(self.document())
+
+
+def check_steps(steps: tuple[Step, ...]) -> None:
+    """Refuse a list of steps that is not a plan.
+
+    Raises:
+        ValueError: two steps share a name, or an input names a step that does not come before.
+    """
+    seen: set[str] = set()
+    for step in steps:
+        if step.name in seen:
+            raise ValueError(f"two steps are named '{step.name}'")
+        for role, source in step.inputs.items():
+            if isinstance(source, str) and source not in seen:
+                raise ValueError(f"step '{step.name}' takes '{role}' from '{source}', which does not come before it")
+        seen.add(step.name)

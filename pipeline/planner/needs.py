@@ -1,0 +1,118 @@
+"""How much memory and disk a build and its server need, before anything starts.
+
+Weights are counted from the architecture, not guessed from a name. All results are bytes. The
+factors are those of the steps themselves: calibration holds one float32 copy on the CPU, a stage
+writes beside what it reads, and a committed artifact is kept once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeline.config.schema import BuildConfig
+
+FLOAT32 = 4
+FLOAT16 = 2
+BITS_PER_WEIGHT = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8_sq": 8.0, "int4_awq": 4.0}
+SCALE_BITS = 32
+KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
+# Interpreter, torch, transformers and ModelOpt loaded, nothing of the model yet (measured as RSS).
+RUNTIME_BYTES = 900 * 2**20
+
+
+class Shapes(Protocol):
+    """What counting needs to know of a model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens the model was made for."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """True when lm_head is the embedding."""
+        ...
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Module name -> (out, in) features."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One figure: `what` needs `n_bytes` of memory or disk, because of `why`."""
+
+    what: str
+    n_bytes: int
+    why: str
+
+
+def parameters(model: Shapes) -> tuple[int, int]:
+    """Return (weights of the decoder's linears, all other weights); a tied head counts once.
+
+    Norm weights are left out: they are below 0.1 % of any model that is worth serving.
+    """
+    linear = sum(rows * columns for name, (rows, columns) in model.linears.items() if "lm_head" not in name)
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return linear, tables
+
+
+def checkpoint_bytes(model: Shapes, config: BuildConfig) -> int:
+    """Size of the quantized checkpoint: codes, one float32 scale per group, 16-bit tables."""
+    linear, tables = parameters(model)
+    bits = BITS_PER_WEIGHT[config.quantization.format]
+    if config.quantization.format == "int4_awq":
+        bits += SCALE_BITS / config.quantization.group_size
+    return int(linear * bits / 8) + tables * FLOAT16
+
+
+def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:
+    """K and V of every layer for one token: 2 x layers x KV heads x head size x bytes."""
+    element = KV_BYTES[config.quantization.kv_cache]
+    return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * element
+
+
+def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
+    """Return what building and serving take, largest first within each kind."""
+    linear, tables = parameters(model)
+    source = (linear + tables) * FLOAT32
+    checkpoint = checkpoint_bytes(model, config)
+    graph = (linear + tables) * FLOAT16
+    engine = config.engine
+    tokens = engine.max_batch_size * (engine.max_seq_len or model.max_position_embeddings)
+    kv = int((engine.kv_cache.size_gib or 0) * 2**30) or tokens * kv_bytes_per_token(model, config)
+    kv_why = "engine.kv_cache.size_gib" if engine.kv_cache.size_gib else f"at most, {tokens} tokens in flight"
+    return (
+        Need(what="build memory", n_bytes=2 * source + RUNTIME_BYTES, why="float32 copies for calibration and proof"),
+        Need(what="build disk", n_bytes=source + 2 * checkpoint + graph, why="source copy, checkpoint, engine"),
+        Need(what="serve memory: weights", n_bytes=checkpoint, why=f"{config.quantization.format} weights"),
+        Need(what="serve memory: KV cache", n_bytes=kv, why=kv_why),
+    )

@@ -1,0 +1,88 @@
+"""How far a quantized checkpoint may be from its source, per format: data, each with its reason.
+
+Measured on SmolLM2-135M-Instruct (source dequantized from Q4_1), the smallest model that is served here,
+210 quantized layers, 2044 tokens of the shipped held text, perplexity of the source 17.19:
+
+                              fp8              int8_sq          int4_awq (64)
+    weight step error, max    0.500001         0.500013         0.500001
+    weight error, med / max   0.0265 / 0.0267  0.0108 / 0.0523  0.124 / 0.199
+    fake quant error, max     0.0040           0.0008           0.0008
+    layer error, med / max    0.033 / 0.048    0.021 / 0.103    0.092 / 0.160
+    KL, nats                  0.037            0.273            0.289
+    top-1 agreement           0.894            0.735            0.726
+    perplexity                +2.7 %           +26 %            +30 %
+
+- Step error: rounding to the nearest code gives 0.5 exactly, the rest is float32 arithmetic. It needs no
+  model and no margin.
+- Fake quantization: both sides compute the same formula; what is left are activations that lie between two
+  codes. A wrong input scale of int8 shows from 0.01 on. Weight-only formats have no activation to round.
+- Weight, layer and end to end: about two to three times what was measured. A model of 135M parameters has
+  little redundancy and loses most; larger ones lose less. These limits catch a broken checkpoint of any
+  size; a release that wants a tighter promise for its model sets `verify.*` in the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pipeline.config.schema import VerifyConfig
+from pipeline.quantize.reference import LinearFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Largest (min_: smallest) values allowed.
+
+    Attributes:
+        max_step_error: distance of each weight to the source's, in rounding steps of its format.
+        max_weight_error: relative L2 error of a weight against the source's.
+        max_fake_quant_error: relative L2 error of a layer against what ModelOpt computed for it.
+        max_layer_error: relative L2 error of a layer against the source's layer.
+        max_kl: mean KL divergence of the predictions in nats.
+        min_top1_agreement: share of equal most likely tokens.
+        max_perplexity_increase: relative, 0.1 is 10 %.
+    """
+
+    max_step_error: float
+    max_weight_error: float
+    max_fake_quant_error: float
+    max_layer_error: float
+    max_kl: float
+    min_top1_agreement: float
+    max_perplexity_increase: float
+
+
+LIMITS: Mapping[LinearFormat, Limits] = {
+    "float": Limits(
+        max_step_error=0.0, max_weight_error=0.0, max_fake_quant_error=0.0, max_layer_error=0.0, max_kl=1e-9,
+        min_top1_agreement=1.0, max_perplexity_increase=1e-9,
+    ),
+    "fp8": Limits(
+        max_step_error=0.51, max_weight_error=0.05, max_fake_quant_error=2e-2, max_layer_error=0.15, max_kl=0.15,
+        min_top1_agreement=0.8, max_perplexity_increase=0.1,
+    ),
+    "int8_sq": Limits(
+        max_step_error=0.51, max_weight_error=0.15, max_fake_quant_error=5e-3, max_layer_error=0.3, max_kl=0.8,
+        min_top1_agreement=0.6, max_perplexity_increase=0.7,
+    ),
+    "int4_awq": Limits(
+        max_step_error=0.51, max_weight_error=0.35, max_fake_quant_error=1e-3, max_layer_error=0.4, max_kl=0.8,
+        min_top1_agreement=0.6, max_perplexity_increase=0.7,
+    ),
+    "w4a8_awq": Limits(
+        max_step_error=0.51, max_weight_error=0.35, max_fake_quant_error=2e-2, max_layer_error=0.4, max_kl=1.0,
+        min_top1_agreement=0.5, max_perplexity_increase=0.9,
+    ),
+}  # fmt: skip
+
+
+def limits_for(format_: LinearFormat, config: VerifyConfig) -> Limits:
+    """The limits of a format, with those that `config` sets in their place."""
+    chosen = {
+        "max_layer_error": config.max_layer_error,
+        "max_kl": config.max_kl,
+        "min_top1_agreement": config.min_top1_agreement,
+        "max_perplexity_increase": config.max_perplexity_increase,
+    }
+    return replace(LIMITS[format_], **{name: value for name, value in chosen.items() if value is not None})

@@ -1,0 +1,96 @@
+"""Recorded rows of every quantized layer: what its exported tensors must compute.
+
+probes.safetensors holds, for each quantized linear layer by its Hugging Face module name,
+
+    <module>.input   float32 [n, in]   x: rows of the layer's input in the *source* model, recorded in a
+                                       float32 forward pass before ModelOpt touched the model
+    <module>.output  float32 [n, out]  y: what ModelOpt's fake-quantized layer gives for x, bias included
+
+and y is exactly the function that the exported tensors stand for:
+
+    y = Qa(x * p) Qw(W / p)^T + b
+
+    Qw  the stored codes and scales of `<module>.weight`
+    Qa  static activation quantization (fp8, int8_sq); the identity for weight-only formats
+    p   [in], 1 where the format does not smooth. `<module>.pre_quant_scale` where the checkpoint holds it;
+        otherwise, where quantization.json lists the layer under "folded", p is in the weight of the norm in
+        front of it: p = (norm exported + offset) / (norm source + offset), float32, and 1 where the
+        denominator is 0; offset is 0 for RMSNorm and 1 for Gemma's norms, which add 1 to their weight
+        (quantization.json "norm_offset").
+
+So x is never scaled by p: a reader multiplies. This holds bit for bit up to float32 rounding because
+export.settle makes the live model equal to what is written, 16-bit rounding of p and of the norms
+included, before `record` runs. What is stored is not what the source model's layer gives: that is
+x W^T + b with the source's W, which a reader has.
+
+n is 8 unless fewer tokens exist; rows are spread evenly over the first calibration sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ROWS = 8
+
+
+def capture_inputs(model: nn.Module, names: Iterable[str], ids: list[int]) -> dict[str, torch.Tensor]:
+    """Run `ids` through the unquantized model and keep ROWS input rows of each named layer.
+
+    Returns:
+        name -> float32 [n, in] on the CPU.
+    """
+    import torch
+
+    positions = torch.linspace(0, len(ids) - 1, min(ROWS, len(ids))).round().long()
+    rows: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, layer_input: torch.Tensor) -> None:
+        rows[name] = layer_input.detach()[0, positions.to(layer_input.device)].float().cpu().clone()
+
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _module, args, name=name: keep(name, args[0]),
+        )
+        for name in names
+    ]
+    try:
+        with torch.no_grad():
+            device = next(model.parameters()).device
+            model(torch.tensor([ids], device=device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows
+
+
+def record(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], folded: Mapping[str, torch.Tensor], path: Path
+) -> None:
+    """Write probes.safetensors.
+
+    Args:
+        model: the settled fake-quantized model.
+        inputs: from `capture_inputs`.
+        folded: layer -> p [in] for layers whose p lives in the norm in front of them.
+        path: the file to write.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, rows in inputs.items():
+            layer = model.get_submodule(name)
+            device = next(layer.parameters()).device
+            fed = rows.to(device)
+            if name in folded:
+                fed = fed * folded[name].to(device)
+            tensors[f"{name}.input"] = rows
+            tensors[f"{name}.output"] = layer(fed).float().cpu()
+    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path)

@@ -1,0 +1,195 @@
+"""The reading of every quantized format: what the stored numbers mean, and nothing else.
+
+This module defines the formats for the rest of the project. It is written from their description, with
+numpy alone, and never imports the tool that produces them, so that a mistake there cannot hide here.
+
+With W of shape [out, in] and x of shape [n, in], a quantized linear layer computes y = x_hat W_hat^T + b:
+
+    format     W_hat                                         x_hat
+    float      w                                             x
+    fp8        w_e4m3 * s, s scalar                          e4m3(x / a) * a
+    int8_sq    w_i8 * s[:, None]                             clamp(round(x p / a), -128, 127) * a
+    int4_awq   q * s, each s repeated over g inputs          x p
+    w4a8_awq   e4m3(q * s / s2) * s2                         e4m3(x p / a) * a
+
+s is `weight_scale`, s2 is `weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when
+absent), e4m3 rounds to float8 E4M3 after clamping to +-448. int4 codes are packed in pairs along *out*: byte
+[r, c] holds row 2r in its low nibble and row 2r + 1 in its high nibble, two's complement.
+
+A weight smoothed by p was stored as W / p: the layer computes the source's function only with both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import IntegrityError
+from pipeline.quantize.tensor_files import FloatArray
+
+LinearFormat = Literal["float", "fp8", "int8_sq", "int4_awq", "w4a8_awq"]
+PACKED: frozenset[LinearFormat] = frozenset({"int4_awq", "w4a8_awq"})
+FP8_ACTIVATIONS: frozenset[LinearFormat] = frozenset({"fp8", "w4a8_awq"})
+Array = npt.NDArray[Any]
+
+E4M3_MAX = 448.0
+_E4M3_MIN_NORMAL = 2.0**-6
+_E4M3_MANTISSA = 2.0**-3  # spacing of the numbers between 1 and 2
+
+
+def _e4m3_table() -> FloatArray:
+    """The 256 values of float8 E4M3FN: no infinities, NaN at 0x7F and 0xFF (arXiv:2209.05433)."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    magnitude = np.where(exponent == 0, mantissa / 8 * _E4M3_MIN_NORMAL, normal)
+    magnitude[(code & 0x7F) == 0x7F] = np.nan  # noqa: PLR2004 - the one NaN pattern of E4M3FN
+    return np.asarray(np.where(code < 128, magnitude, -magnitude), np.float32)  # noqa: PLR2004 - the sign bit
+
+
+_E4M3: FloatArray = _e4m3_table()
+
+
+def decode_e4m3(codes: npt.NDArray[np.uint8]) -> FloatArray:
+    """Decode float8 E4M3FN bit patterns to float32."""
+    return np.asarray(np.take(_E4M3, codes), np.float32)
+
+
+def e4m3_spacing(values: FloatArray) -> FloatArray:
+    """The distance between neighbouring E4M3 numbers at `values` (2^-9 among the subnormals)."""
+    power_of_two = (np.abs(values).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+    return np.maximum(power_of_two, np.float32(_E4M3_MIN_NORMAL)) * np.float32(_E4M3_MANTISSA)
+
+
+_E4M3_SPACING = e4m3_spacing(_E4M3)
+
+
+def round_to_e4m3(values: FloatArray) -> FloatArray:
+    """Clamp to +-448 and round to the nearest E4M3 number, ties to even; float32 in and out."""
+    clamped = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(np.float32, copy=False)
+    spacing = e4m3_spacing(clamped)
+    return np.asarray(np.rint(clamped / spacing) * spacing, np.float32)
+
+
+def unpack_int4(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """Unpack [out / 2, in] bytes to [out, in] integers from -8 to 7; low nibble first, along out."""
+    half, columns = packed.shape
+    codes = np.empty((half, 2, columns), np.uint8)
+    codes[:, 0], codes[:, 1] = packed & 15, packed >> 4
+    return ((codes ^ 8).view(np.int8) - np.int8(8)).reshape(2 * half, columns)
+
+
+def pack_int4(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """Pack [out, in] integers from -8 to 7 to [out / 2, in] bytes; the inverse of `unpack_int4`."""
+    nibbles = codes.view(np.uint8) & 15
+    return np.asarray(nibbles[0::2] | (nibbles[1::2] << 4), np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLinear:
+    """One linear layer as stored; also a layer that is not quantized (format "float").
+
+    Attributes:
+        codes: float: float32 [out, in]; fp8: uint8 bit patterns [out, in]; int8_sq: int8 [out, in];
+            int4_awq, w4a8_awq: uint8 [out / 2, in], packed.
+        scale: `weight_scale`, float32: fp8 []; int8_sq [out]; int4_awq, w4a8_awq [out, in / group_size].
+        second_scale: `weight_scale_2` (w4a8_awq): of the float8 numbers that q * s are rounded to.
+        input_scale: scale of the activation per tensor (fp8, int8_sq, w4a8_awq).
+        pre_quant_scale: float32 [in], multiplies the input.
+        bias: float32 [out].
+    """
+
+    format: LinearFormat
+    codes: Array
+    scale: FloatArray | None = None
+    second_scale: float | None = None
+    input_scale: float | None = None
+    pre_quant_scale: FloatArray | None = None
+    bias: FloatArray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        rows, columns = self.codes.shape
+        return (2 * rows if self.format in PACKED else rows, columns)
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share one scale (int4_awq, w4a8_awq)."""
+        if self.format not in PACKED or self.scale is None:
+            return None
+        return self.shape[1] // self.scale.shape[1]
+
+    def levels(self) -> FloatArray:
+        """The codes as numbers, before any scale: float32 [out, in]."""
+        match self.format:
+            case "float":
+                return np.asarray(self.codes, np.float32)
+            case "fp8":
+                return decode_e4m3(self.codes)
+            case "int8_sq":
+                return self.codes.astype(np.float32)
+            case "int4_awq" | "w4a8_awq":
+                return unpack_int4(self.codes).astype(np.float32)
+
+    def expanded_scale(self) -> FloatArray:
+        """`scale` in a shape that broadcasts over [out, in]; one where there is none.
+
+        Raises:
+            IntegrityError: the scale's shape does not belong to the weight's.
+        """
+        out_features, in_features = self.shape
+        if self.scale is None:
+            return np.ones((1, 1), np.float32)
+        if self.format == "fp8" and self.scale.size == 1:
+            return self.scale.reshape(1, 1)
+        if self.format == "int8_sq" and self.scale.shape == (out_features,):
+            return self.scale[:, None]
+        if self.format in PACKED and self.scale.ndim == 2 and self.scale.shape[0] == out_features:  # noqa: PLR2004
+            groups = self.scale.shape[1]
+            if groups and in_features % groups == 0:
+                return np.repeat(self.scale, in_features // groups, axis=1)
+        raise IntegrityError(
+            f"weight_scale {list(self.scale.shape)} does not fit a {self.format} weight {list(self.shape)}."
+        )
+
+    @cached_property
+    def grid_weight(self) -> FloatArray:
+        """Codes times scale, float32 [out, in]: the value that each weight was rounded to; decoded once per object."""
+        return self.levels() * self.expanded_scale()
+
+    @cached_property
+    def weight(self) -> FloatArray:
+        """W_hat, float32 [out, in]: what the stored weight means to the kernel, after w4a8_awq's second rounding."""
+        if self.second_scale is None:
+            return self.grid_weight
+        s2 = np.float32(self.second_scale)
+        return round_to_e4m3(self.grid_weight / s2) * s2
+
+    def step(self) -> FloatArray:
+        """Distance from each value of `grid_weight` to its neighbour, broadcastable over [out, in].
+
+        Rounding moves a value by half of it at most.
+        """
+        if self.format == "fp8":
+            return np.take(_E4M3_SPACING, self.codes) * self.expanded_scale()
+        return self.expanded_scale()
+
+    def quantized_input(self, x: FloatArray) -> FloatArray:
+        """x_hat, float32 [n, in]: the input as the layer's kernel sees it."""
+        scaled = x if self.pre_quant_scale is None else x * self.pre_quant_scale
+        if self.input_scale is None:
+            return scaled
+        a = np.float32(self.input_scale)
+        if self.format in FP8_ACTIVATIONS:
+            return round_to_e4m3(scaled / a) * a
+        return np.asarray(np.clip(np.rint(scaled / a), -128, 127) * a, np.float32)
+
+    def forward(self, x: FloatArray) -> FloatArray:
+        """Compute y = x_hat W_hat^T + b for x float32 [n, in]; float32 [n, out]."""
+        y = self.quantized_input(x) @ self.weight.T
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,278 @@
+"""Writes trtllm/: by ModelOpt's exporter where it can, tensor by tensor where a 16-bit copy is all there is to it.
+
+ModelOpt refuses some families unless TensorRT-LLM is installed beside it. Their unquantized checkpoint is
+renamed, cut and rounded source tensors, which is written here; their quantized one is made on the GPU node.
+In both cases config.json comes from `trtllm_config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.schema import QuantizationConfig
+from pipeline.errors import ConfigError, Problem
+from pipeline.quantize.export import copy_tokenizer, write_json
+from pipeline.quantize.formats import traits
+from pipeline.quantize.tensor_files import TensorFiles
+from pipeline.quantize.trtllm_config import Ranks, checkpoint_config
+from pipeline.quantize.trtllm_layout import FAMILIES, Family, Layout, Place, find_family
+
+if TYPE_CHECKING:
+    import torch
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a TensorRT-LLM checkpoint is made for.
+
+    Attributes:
+        source: the Hugging Face directory.
+        config: its config with defaults filled in.
+        quantization: format, KV cache, group size.
+        ranks: what it is cut for.
+        dtype: "bfloat16" or "float16".
+        selected, excluded: linear layers by Hugging Face name.
+    """
+
+    source: Path
+    config: Config
+    quantization: QuantizationConfig
+    ranks: Ranks
+    dtype: str
+    selected: tuple[str, ...]
+    excluded: tuple[str, ...]
+
+
+def check_target(target: Target) -> Family:
+    """Refuse, before any weight is read, a checkpoint that cannot be made here; return the family's layout.
+
+    Raises:
+        ConfigError: architecture, format, ranks or excludes do not fit; lists every problem.
+    """
+    architecture = str((target.config.get("architectures") or ["unknown"])[0])
+    family = find_family(architecture)
+    if family is None:
+        known = sorted(name for family in FAMILIES for name in family.architectures)
+        raise ConfigError(
+            f"a TensorRT-LLM checkpoint of {architecture} cannot be made here; can be: {', '.join(known)}",
+            hint="Use engine.target: tensorrt_llm_llmapi, which reads the Hugging Face form, or another source.",
+        )
+    problems = [*_format_problems(target, family, architecture), *_rank_problems(target)]
+    if not problems:
+        problems = _exclude_problems(target)
+    if problems:
+        raise ConfigError(
+            f"a TensorRT-LLM checkpoint of {architecture} cannot be made as asked: {len(problems)} problem(s)",
+            problems=problems,
+        )
+    return family
+
+
+def _format_problems(target: Target, family: Family, architecture: str) -> list[Problem]:
+    form, kv_cache = target.quantization.format, target.quantization.kv_cache
+    problems = []
+    on_the_node = "Quantize it on the GPU node with TensorRT-LLM's examples/quantization/quantize.py, or "
+    if form not in family.formats:
+        problems.append(
+            Problem(
+                where="quantization.format",
+                message=f"{form} of {architecture} is not made here: it was never exported and verified on a CPU.",
+                hint=f"{on_the_node}pick one of {', '.join(sorted(family.formats))}.",
+            )
+        )
+    if kv_cache != "auto" and family.decoder is None:
+        problems.append(
+            Problem(
+                where="quantization.kv_cache",
+                message=f"KV scales of {architecture} are not made here: ModelOpt needs TensorRT-LLM beside it.",
+                hint=f"{on_the_node}set kv_cache: auto.",
+            )
+        )
+    if "lm_head" in target.selected:
+        problems.append(
+            Problem(
+                where="quantization.exclude",
+                message="lm_head would be quantized; TensorRT-LLM keeps it at 16 bit and drops its scales.",
+                hint="Add 'lm_head' to quantization.exclude.",
+            )
+        )
+    return problems
+
+
+def _rank_problems(target: Target) -> list[Problem]:
+    """Sizes that the ranks must divide (tensorrt_llm/mapping.py, models/modeling_utils.py)."""
+    tensor, pipeline, config = target.ranks.tensor, target.ranks.pipeline, target.config
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    sizes = {"attention heads": heads, "rows of the MLP": config["intermediate_size"]}
+    problems = [
+        Problem(where="engine.tensor_parallel_size", message=f"{tensor} does not divide the {count} {what}.")
+        for what, count in sizes.items()
+        if count % tensor
+    ]
+    if kv_heads % tensor and tensor % kv_heads:
+        message = f"{kv_heads} KV heads cannot be shared by {tensor} ranks: neither divides the other."
+        problems.append(Problem(where="engine.tensor_parallel_size", message=message))
+    if tensor > kv_heads and target.quantization.format == "int8_sq":
+        message = f"{tensor} ranks share {kv_heads} KV heads; ModelOpt cannot copy the per-channel scales of int8_sq."
+        hint = f"Set it to {kv_heads} or less, or pick fp8 or int4_awq."
+        problems.append(Problem(where="engine.tensor_parallel_size", message=message, hint=hint))
+    if config["num_hidden_layers"] % pipeline:
+        message = f"{pipeline} does not divide the {config['num_hidden_layers']} layers; the rest would be dropped."
+        problems.append(Problem(where="engine.pipeline_parallel_size", message=message))
+    return problems
+
+
+def _exclude_problems(target: Target) -> list[Problem]:
+    """Excludes that one list of stored names cannot say: layers are counted from 0 on every pipeline rank."""
+    layout = _layout(target)
+    quantized: dict[str, set[int]] = {}
+    stages: dict[str, set[int]] = {}
+    for names, seen in ((target.selected, quantized), (target.excluded, stages)):
+        for name in names:
+            place = layout.place(name)
+            if place is not None:
+                seen.setdefault(place.stored, set()).add(place.stage)
+    split = sorted(quantized.keys() & stages.keys())
+    return [
+        Problem(
+            where="quantization.exclude",
+            message=f"{name} is quantized in part: it holds several layers, or is another layer on another "
+            "pipeline rank, and one list of names is for all of them.",
+            hint="Exclude all of q, k and v (or gate and up), and equal layers on every pipeline rank.",
+        )
+        for name in split
+    ]
+
+
+def _layout(target: Target) -> Layout:
+    return Layout.of(checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype))
+
+
+def stored_excludes(target: Target) -> tuple[str, ...]:
+    """TensorRT-LLM names of the excluded layers, without lm_head, which is always excluded."""
+    layout = _layout(target)
+    places = (layout.place(name) for name in target.excluded if name != "lm_head")
+    return tuple(sorted({place.stored for place in places if place is not None}))
+
+
+def finish(target: Target, family: Family, directory: Path) -> None:
+    """Replace ModelOpt's config.json, add lm_head where the exporter left it out, and the tokenizer files."""
+    written = json.loads((directory / "config.json").read_text("utf-8")) if family.decoder else {}
+    made = traits(target.quantization.format)
+    excluded = stored_excludes(target) if made.quantized or made.rounded_by_build else ()
+    config = checkpoint_config(
+        target.config,
+        target.quantization,
+        target.ranks,
+        dtype=target.dtype,
+        excluded=excluded,
+        producer=written.get("producer"),
+    )
+    write_json(directory / "config.json", config)
+    (directory / "quant_cfg.json").unlink(missing_ok=True)  # read for mixed precision only; empty otherwise
+    _untie_head(Layout.of(config), directory)
+    copy_tokenizer(target.source, directory)
+
+
+def _untie_head(layout: Layout, directory: Path) -> None:
+    """Give the last pipeline rank the tied embedding as lm_head, which the exporter leaves out for Gemma."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    for first, last in zip(layout.ranks(0), layout.ranks(layout.pp - 1), strict=True):
+        file = directory / f"rank{last}.safetensors"
+        if "lm_head.weight" in TensorFiles(directory, file.name):
+            continue
+        with safe_open(directory / f"rank{first}.safetensors", framework="pt") as opened:
+            embedding = opened.get_tensor("transformer.vocab_embedding.weight")
+        save_file({**load_file(file), "lm_head.weight": embedding.clone()}, file)
+
+
+def write_plain(target: Target, directory: Path) -> None:
+    """Write every rank's 16-bit tensors straight from the source; config.json is left to `finish`.
+
+    Norms of families with an offset are stored as 1 + weight; a mixture's router is stored as float32.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype)
+    layout, dtype = Layout.of(config), getattr(torch, target.dtype)
+    source = TensorFiles(target.source)
+    directory.mkdir(parents=True, exist_ok=True)
+    names = [*source, *(() if "lm_head.weight" in source else ("lm_head.weight",))]
+    for stage in range(layout.pp):
+        groups = _group(layout, names, stage)
+        for index, rank in enumerate(layout.ranks(stage)):
+            tensors = {
+                stored: _assemble(layout, source, members, index).to(
+                    torch.float32 if stored.endswith("router.weight") else dtype
+                )
+                for stored, members in groups.items()
+            }
+            save_file(
+                {name: tensors[name].contiguous() for name in sorted(tensors)}, directory / f"rank{rank}.safetensors"
+            )
+
+
+def _group(layout: Layout, names: Sequence[str], stage: int) -> dict[str, list[tuple[str, Place]]]:
+    """Stored tensor -> the source's parameters that make it up."""
+    groups: dict[str, list[tuple[str, Place]]] = {}
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        place = layout.place(module)
+        if place is not None and place.stage == stage:
+            groups.setdefault(f"{place.stored}.{parameter}", []).append((name, place))
+    return groups
+
+
+def _assemble(layout: Layout, source: TensorFiles, members: Sequence[tuple[str, Place]], index: int) -> torch.Tensor:
+    """One stored tensor of tensor rank `index`, float32: experts stacked, row blocks in file order."""
+    import torch
+
+    experts: dict[int | None, list[tuple[str, Place]]] = {}
+    for name, place in members:
+        experts.setdefault(place.expert, []).append((name, place))
+    stacked = [_assemble_rows(layout, source, experts[key], index) for key in sorted(experts, key=lambda k: k or 0)]
+    return torch.stack(stacked) if None not in experts else stacked[0]
+
+
+def _assemble_rows(
+    layout: Layout, source: TensorFiles, members: Sequence[tuple[str, Place]], index: int
+) -> torch.Tensor:
+    import torch
+
+    blocks: dict[str, torch.Tensor] = {}
+    for name, place in members:
+        stored_name = "model.embed_tokens.weight" if name not in source else name
+        whole = torch.from_numpy(source.floats(stored_name))
+        if not place.part.blocks:
+            norm = name.endswith(("layernorm.weight", "model.norm.weight"))
+            whole = whole + layout.family.norm_offset if norm else whole
+            row_cut = place.part.split == "row" and whole.ndim > 1
+            return whole.chunk(layout.tp, dim=1)[index] if row_cut else whole
+        start = 0
+        for block in place.part.blocks:
+            rows = layout.rows[block]
+            blocks[block] = _cut(layout, whole[start : start + rows], block, index)
+            start += rows
+    part = members[0][1].part
+    return torch.cat([blocks[block] for block in layout.family.row_blocks.get(part.stored, part.blocks)])
+
+
+def _cut(layout: Layout, rows: torch.Tensor, block: str, index: int) -> torch.Tensor:
+    """A tensor rank's rows of a block, padded with zeros to the same number on every rank."""
+    import torch
+
+    size = layout.rank_rows(block)
+    start = index // layout.copies(block) * size
+    piece = rows[start : start + size]
+    padding = torch.zeros((size - len(piece), *piece.shape[1:]), dtype=piece.dtype)
+    return torch.cat([piece, padding]) if len(padding) else piece

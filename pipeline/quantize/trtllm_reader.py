@@ -1,0 +1,173 @@
+"""Reads a TensorRT-LLM checkpoint of any number of ranks as the Hugging Face model that it came from.
+
+What a rank holds is put together again: rows or columns of the tensor ranks, layers of the pipeline ranks;
+q, k and v are taken out of their common tensor, experts out of their stack. Nothing here knows the tool
+that wrote the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import IntegrityError
+from pipeline.quantize.checkpoint_reader import CODES, WEIGHT_ONLY, format_name, format_of, model_order, read_json
+from pipeline.quantize.reference import PACKED, Array, QuantizedLinear
+from pipeline.quantize.tensor_files import FloatArray, TensorFiles, cast
+from pipeline.quantize.trtllm_layout import Layout, Place
+
+# Stored suffixes that hold one number per output (and perhaps per group of inputs), or one per input.
+_PER_INPUT = "prequant_scaling_factor"
+_SCALAR_SIZE = 1
+
+
+class TensorRTLLMReader:
+    """A TensorRT-LLM checkpoint directory.
+
+    Args:
+        directory: config.json and one rank<r>.safetensors per rank.
+
+    Raises:
+        IntegrityError: a rank file is missing, the config lacks a field, or the layout is unknown.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config: dict[str, Any] = read_json(directory / "config.json")
+        self.layout = Layout.of(self.config)
+        world = self.layout.tp * self.layout.pp
+        missing = [rank for rank in range(world) if not (directory / f"rank{rank}.safetensors").is_file()]
+        if missing:
+            raise IntegrityError(
+                f"{directory} lacks rank{missing[0]}.safetensors: its config.json says {world} ranks "
+                f"({len(missing)} missing).",
+                hint="Quantize again; every rank has its own file.",
+            )
+        self.ranks = tuple(TensorFiles(directory, f"rank{rank}.safetensors") for rank in range(world))
+        self.quantization: dict[str, Any] = self.config.get("quantization") or {}
+        self.format = format_of(self.quantization, directory / "config.json")
+        self.group_size: int | None = self.quantization.get("group_size") if self.format in PACKED else None
+        self.excluded = tuple(sorted(self.quantization.get("exclude_modules") or ()))
+        self.kv_cache_algorithm: str | None = self.quantization.get("kv_cache_quant_algo")
+        self.dtype = str(self.config.get("dtype"))
+        algorithm = self.quantization.get("quant_algo")
+        self.name = WEIGHT_ONLY.get(str(algorithm)) or format_name(self.format, self.dtype)
+
+    def quantized_modules(self) -> tuple[str, ...]:
+        """Names of the layers whose weight is stored as codes, in model order."""
+        quantized = set()
+        for module in self.layout.modules():
+            place = self.layout.place(module)
+            if place is None or "*" in module:
+                continue
+            info = self.ranks[self.layout.ranks(place.stage)[0]].get(f"{place.stored}.weight")
+            if info is not None and info.dtype in CODES:
+                quantized.add(module)
+        return model_order(quantized)
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the parameter `name` of the source model is stored here, on all of its ranks."""
+        module, _, parameter = name.rpartition(".")
+        place = self.layout.place(module)
+        return place is not None and self._stored(place, parameter)
+
+    def tensor(self, name: str) -> FloatArray:
+        """Read a parameter that is not quantized, as float32; the vocabulary may be padded.
+
+        Raises:
+            IntegrityError: it is not stored.
+        """
+        module, _, parameter = name.rpartition(".")
+        values = self._join(self._place(module), parameter, TensorFiles.floats)
+        return np.asarray(values - np.float32(self._offset(module)), np.float32)
+
+    def rounded(self, name: str, values: FloatArray) -> FloatArray:
+        """Round as this layout stores it: where norms multiply by (1 + weight), that sum is what is rounded.
+
+        The router of a mixture is stored as float32 and may hold the source's numbers without any rounding.
+        """
+        module = name.rpartition(".")[0]
+        if self._place(module).part.stored == "mlp.router" and np.array_equal(self.tensor(name), values):
+            return values
+        offset = np.float32(self._offset(module))
+        return cast(values + offset, self.dtype) - offset
+
+    def linear(self, module: str) -> QuantizedLinear:
+        """Read one linear layer, quantized or not.
+
+        Raises:
+            IntegrityError: a tensor of it is not stored.
+        """
+        place = self._place(module)
+        bias = self._optional(place, "bias")
+        info = self.ranks[self.layout.ranks(place.stage)[0]].get(f"{place.stored}.weight")
+        if info is None or info.dtype not in CODES:
+            return QuantizedLinear(format="float", codes=self.tensor(f"{module}.weight"), bias=bias)
+        codes = self._join(place, "weight", TensorFiles.raw, packed=self.format in PACKED)
+        scale = self._join(place, "weights_scaling_factor", TensorFiles.floats)
+        return QuantizedLinear(
+            format=self.format,
+            codes=codes.view(np.uint8) if self.format in PACKED else codes,
+            scale=scale.reshape(()) if scale.size == _SCALAR_SIZE else scale,
+            second_scale=self._scalar(place, "weights_scaling_factor_2"),
+            input_scale=self._scalar(place, "activation_scaling_factor"),
+            pre_quant_scale=self._optional(place, _PER_INPUT),
+            bias=bias,
+        )
+
+    def _offset(self, module: str) -> float:
+        is_norm = module.endswith("layernorm") or module == "model.norm"
+        return self.layout.family.norm_offset if is_norm else 0.0
+
+    def _place(self, module: str) -> Place:
+        place = self.layout.place(module)
+        if place is None:
+            raise IntegrityError(f"{self.directory}: {module} has no place in the layout of this architecture.")
+        return place
+
+    def _stored(self, place: Place, parameter: str) -> bool:
+        return all(f"{place.stored}.{parameter}" in self.ranks[rank] for rank in self.layout.ranks(place.stage))
+
+    def _optional(self, place: Place, parameter: str) -> FloatArray | None:
+        return self._join(place, parameter, TensorFiles.floats) if self._stored(place, parameter) else None
+
+    def _scalar(self, place: Place, parameter: str) -> float | None:
+        value = self._optional(place, parameter)
+        return None if value is None else float(value.reshape(-1)[0])
+
+    def _join(
+        self, place: Place, parameter: str, read: Callable[[TensorFiles, str], Array], *, packed: bool = False
+    ) -> Array:
+        """Put a tensor of one module together from its ranks.
+
+        Args:
+            place: the module.
+            parameter: suffix of the stored name.
+            read: `TensorFiles.raw` or `TensorFiles.floats`.
+            packed: two rows share one.
+        """
+        name = f"{place.stored}.{parameter}"
+        ranks = [self.ranks[rank] for rank in self.layout.ranks(place.stage)]
+        if not self._stored(place, parameter):
+            raise IntegrityError(f"{self.directory} lacks tensor {name} on one of its ranks.")
+        pieces = [read(rank, name) for rank in ranks]
+        if place.expert is not None:
+            pieces = [piece[place.expert] for piece in pieces]
+        first = pieces[0]
+        if place.part.split == "none" or first.size == _SCALAR_SIZE:
+            return first
+        if place.part.split == "row":
+            if parameter == _PER_INPUT:
+                return np.concatenate(pieces)
+            return np.concatenate(pieces, axis=1) if first.ndim > 1 else first
+        if parameter == _PER_INPUT:
+            return first
+        rows = []
+        for block in place.part.blocks:
+            where = self.layout.block_slice(place.part, block)
+            where = slice(where.start // 2, where.stop // 2) if packed else where
+            rows += [piece[where] for piece in pieces[:: self.layout.copies(block)]]
+        return np.concatenate(rows)

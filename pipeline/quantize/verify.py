@@ -1,0 +1,236 @@
+"""Proof that a quantized checkpoint computes what its source computes; always on, before anything compiles it.
+
+    structure   names, shapes, dtypes, finite positive scales, excludes, config     (structure)
+    tensors     what is not quantized equals the source after 16-bit rounding       (layers)
+    weights     every weight is the source's, rounded to the nearest code           (layers)
+    layers      recorded inputs give what ModelOpt's fake quantization gave         (layers)
+    end to end  KL divergence, top-1 agreement and perplexity on held text          (fake_quant)
+
+Bit equality of whole-model logits is demanded of 16-bit checkpoints only. With quantized activations one
+rounding flip grows over the layers: two correct implementations of the same formulas agree on nine of
+ten top-1 tokens, so each layer is checked on its own recorded input instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.schema import VerifyConfig
+from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
+from pipeline.core.progress import Progress
+from pipeline.errors import Problem, VerificationError
+from pipeline.quantize.calibration import SHIPPED_HELD, TextEncoder, draw_rows, read_documents
+from pipeline.quantize.checkpoint_reader import WEIGHT_ONLY, CheckpointReader, model_order, read_json
+from pipeline.quantize.checks import Check, rounded, rule
+from pipeline.quantize.fake_quant import build_model, compare_models
+from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
+from pipeline.quantize.limits import Limits, limits_for
+from pipeline.quantize.numerics import Distribution
+from pipeline.quantize.readers import HuggingFaceReader, read_quantized
+from pipeline.quantize.structure import check_structure
+from pipeline.quantize.tensor_files import TensorFiles
+from pipeline.quantize.trtllm_reader import TensorRTLLMReader
+from pipeline.quantize.trtllm_structure import check_trtllm_structure
+
+SCHEMA_VERSION = 1
+_SEQUENCE_LENGTH = 512
+_WORST_LAYERS = 5
+
+
+def verify(
+    source: SourceCheckpoint, quantized: QuantizedCheckpoint, limits: VerifyConfig, *, out: Path, progress: Progress
+) -> None:
+    """Check `quantized` against `source` and write report.json to `out`.
+
+    Raises:
+        VerificationError: a check failed; lists each failed layer with its cause. The report is written.
+        IntegrityError: a file is missing, damaged or of a kind that cannot be read.
+        ConfigError: the held text is unusable.
+    """
+    original = HuggingFaceReader(source.path)
+    reader = read_quantized(quantized.path)
+    bounds = limits_for(reader.format, limits)
+    checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
+    broken = frozenset(check.layer for check in checks if not check.passed)
+    folded = folded_scales(original, reader)
+    checks += check_plain_tensors(original, reader, folded, skip=broken)
+    probes = TensorFiles(quantized.path, "probes.safetensors") if reader.format != "float" else None
+    checks += check_layers(original, reader, probes, bounds, folded, skip=broken, progress=progress)
+    scored = None
+    if all(check.passed for check in checks):
+        scored = _score(source, reader, limits, progress)
+        checks += _check_end_to_end(scored, bounds)
+        progress.note(_summary(reader, scored))
+    failed = [check for check in checks if not check.passed]
+    # What lies in log/ is kept when a stage fails.
+    report = out / "log" / "report.json" if failed else out / "report.json"
+    report.parent.mkdir(exist_ok=True)
+    _write_report(report, reader, checks, scored)
+    if failed:
+        raise VerificationError(
+            f"the {reader.name} checkpoint does not compute what its source computes: "
+            f"{len(failed)} of {len(checks)} checks failed",
+            problems=_problems(failed),
+            hint="Every value is in report.json beside the log. Exclude the layer, or take a safer format.",
+        )
+
+
+def _check_structure(original: HuggingFaceReader, reader: CheckpointReader) -> list[Check]:
+    if isinstance(reader, TensorRTLLMReader):
+        return check_trtllm_structure(original, reader)
+    if isinstance(reader, HuggingFaceReader):
+        return check_structure(original, reader)
+    raise TypeError(f"no structure checks for {type(reader).__name__}")
+
+
+def _check_record(directory: Path, reader: CheckpointReader) -> list[Check]:
+    """quantization.json, which says what was asked for, agrees with what is stored."""
+    return rule("structure.record", _unlike_record(read_json(directory / "quantization.json"), reader))
+
+
+def _unlike_record(record: Mapping[str, Any], reader: CheckpointReader) -> Iterator[tuple[str, str, str]]:
+    recorded, stored = set(record.get("quantized_layers", ())), set(reader.quantized_modules())
+    for name in model_order(recorded - stored):
+        yield name, "quantization.json says quantized, the tensors say 16 bit", "missing tensor"
+    for name in model_order(stored - recorded):
+        yield name, "the tensors say quantized, quantization.json does not", ""
+    asked = str(record.get("kv_cache")).upper() if record.get("kv_cache_scales") else None
+    if reader.kv_cache_algorithm != asked:
+        yield "", f"the KV cache is {reader.kv_cache_algorithm or '16 bit'}, {asked or '16 bit'} was asked for", ""
+    if reader.name != record.get("format"):
+        yield "", f"the checkpoint is {reader.name}, {record.get('format')} was asked for", ""
+
+
+def _score(
+    source: SourceCheckpoint, reader: CheckpointReader, limits: VerifyConfig, progress: Progress
+) -> Distribution:
+    """Run both models on held text; the source is rounded to 16 bit as the checkpoint's layout rounds it."""
+    ids = held_ids(source.path, limits)
+    baseline = build_model(source.path, HuggingFaceReader(source.path, rounding=reader.rounded), resident=False)
+    config_directory = reader.directory if isinstance(reader, HuggingFaceReader) else source.path
+    return compare_models(baseline, build_model(config_directory, reader, resident=False), ids, progress)
+
+
+def held_ids(directory: Path, limits: VerifyConfig) -> npt.NDArray[np.int64]:
+    """Tokenize the held text into equal sequences: int64 [sequences, length], about num_tokens in all.
+
+    Raises:
+        ConfigError: the text gives no usable document.
+    """
+    longest = read_json(directory / "config.json").get("max_position_embeddings", _SEQUENCE_LENGTH)
+    length = min(_SEQUENCE_LENGTH, longest, limits.num_tokens)
+    drawn = draw_rows(
+        read_documents(limits.dataset or SHIPPED_HELD),
+        TextEncoder(directory),
+        num_samples=limits.num_tokens // length,
+        max_seq_len=length,
+        seed=0,
+    )
+    return np.array(drawn.rows, np.int64)
+
+
+def _not_run(reader: CheckpointReader) -> list[str]:
+    """What the built engine computes and these checks do not, in words for a user."""
+    words = []
+    if reader.name in WEIGHT_ONLY.values():
+        words.append(
+            f"the rounding to {reader.name}: trtllm-build does it when it loads the 16-bit weights checked here"
+        )
+    if reader.kv_cache_algorithm is not None:
+        words.append(f"the {reader.kv_cache_algorithm} KV cache: its scales are checked, its effect on text is not")
+    return words
+
+
+def _check_end_to_end(scored: Distribution, bounds: Limits) -> list[Check]:
+    """The limits on what a user of the model would notice."""
+    agreement, increase = scored.top1_agreement, scored.perplexity_increase
+    return [
+        Check(name="model.mean_kl_nats", value=scored.mean_kl, limit=bounds.max_kl),
+        Check(name="model.top1_agreement", value=agreement, limit=bounds.min_top1_agreement, bound="min"),
+        Check(name="model.perplexity_increase", value=increase, limit=bounds.max_perplexity_increase),
+    ]
+
+
+def _problems(failed: Sequence[Check]) -> list[Problem]:
+    """One problem per layer, in model order: its failed checks and the first cause found."""
+    by_layer: dict[str, list[Check]] = {}
+    for check in failed:
+        by_layer.setdefault(check.layer, []).append(check)
+    problems = []
+    for layer in model_order(set(by_layer)):
+        checks = by_layer[layer]
+        words = [
+            f"{check.name} {rounded(check.value)} (limit {check.limit})" if not check.detail else check.detail
+            for check in checks
+        ]
+        cause = next((check.cause for check in checks if check.cause), "")
+        problems.append(
+            Problem(where=layer or "model", message="; ".join(words) + ".", hint=f"Cause: {cause}." if cause else "")
+        )
+    return problems
+
+
+def _write_report(path: Path, reader: CheckpointReader, checks: Sequence[Check], scored: Distribution | None) -> None:
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "format": reader.name,
+        "group_size": reader.group_size,
+        "passed": all(check.passed for check in checks),
+        "summary": {
+            "checks": len(checks),
+            "failed": sum(not check.passed for check in checks),
+            "quantized_layers": len(reader.quantized_modules()),
+        },
+        "end_to_end": _end_to_end(scored),
+        "not_run": _not_run(reader),
+        "worst_layers": _worst(checks),
+        "checks": [check.to_json() for check in checks],
+    }
+    path.write_text(json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+
+
+def _end_to_end(scored: Distribution | None) -> Mapping[str, Any] | None:
+    """None when it was not run because a static check had failed."""
+    if scored is None:
+        return None
+    return {
+        "tokens": scored.tokens,
+        "mean_kl_nats": rounded(scored.mean_kl),
+        "top1_agreement": rounded(scored.top1_agreement),
+        "source_perplexity": rounded(scored.baseline_perplexity),
+        "perplexity": rounded(scored.perplexity),
+        "perplexity_increase": rounded(scored.perplexity_increase),
+    }
+
+
+def _worst(checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:
+    """Per measure, the layers that come closest to its limit."""
+    names = sorted(
+        {
+            check.name
+            for check in checks
+            if check.layer and check.limit is not None and check.name.startswith(("weight.", "layer."))
+        }
+    )
+    return {
+        name: [
+            {"layer": check.layer, "value": rounded(check.value)}
+            for check in sorted((c for c in checks if c.name == name), key=lambda c: (-c.value, c.layer))[
+                :_WORST_LAYERS
+            ]
+        ]
+        for name in names
+    }
+
+
+def _summary(reader: CheckpointReader, scored: Distribution) -> str:
+    return (
+        f"{reader.name}: perplexity {scored.perplexity:.4g} (source {scored.baseline_perplexity:.4g}, "
+        f"{scored.perplexity_increase:+.1%}), KL {scored.mean_kl:.3g} nats, top-1 agreement {scored.top1_agreement:.1%}"
+    )

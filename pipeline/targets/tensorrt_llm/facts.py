@@ -1,0 +1,62 @@
+"""What decisions about an engine depend on: the quantization of the checkpoint, the model, the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from pipeline.config.schema import Format, KVCacheFormat
+
+# Names of the config -> upstream's (NVIDIA/TensorRT-LLM examples/quantization/quantize.py@c8c6df0).
+QUANT_ALGO: Final[Mapping[Format, str | None]] = {
+    "bf16": None,
+    "fp16": None,
+    "fp8": "FP8",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL",
+    "int4_awq": "W4A16_AWQ",
+    "w4a8_awq": "W4A8_AWQ",
+    "int8_wo": "W8A16",
+    "int4_wo": "W4A16",
+}
+KV_ALGO: Final[Mapping[KVCacheFormat, str | None]] = {"auto": None, "fp8": "FP8", "int8": "INT8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantFacts:
+    """The quantization of a TensorRT-LLM checkpoint, in upstream's words (`quantization` of its config.json).
+
+    quant_algo, kv_cache_quant_algo: None for 16 bit.
+    dtype: of what is not quantized, "bfloat16" or "float16".
+    """
+
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    dtype: str
+
+    @classmethod
+    def of_format(cls, quantization_format: Format, kv_cache: KVCacheFormat, dtype: str) -> QuantFacts:
+        """Return what a checkpoint of these config words will say."""
+        own = {"bf16": "bfloat16", "fp16": "float16"}.get(quantization_format, dtype)
+        return cls(quant_algo=QUANT_ALGO[quantization_format], kv_cache_quant_algo=KV_ALGO[kv_cache], dtype=own)
+
+    @classmethod
+    def of_checkpoint(cls, config: Mapping[str, Any]) -> QuantFacts:
+        """Return what the config.json of a TensorRT-LLM checkpoint says."""
+        quantization = config.get("quantization") or {}
+        return cls(
+            quant_algo=quantization.get("quant_algo"),
+            kv_cache_quant_algo=quantization.get("kv_cache_quant_algo"),
+            dtype=str(config["dtype"]),
+        )
+
+
+class ModelFacts(Protocol):
+    """What the decisions want to know about a model; checkpoints/architecture.py provides it."""
+
+    @property
+    def architecture(self) -> str: ...  # noqa: D102 (the names are those of config.json)
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def max_position_embeddings(self) -> int: ...  # noqa: D102

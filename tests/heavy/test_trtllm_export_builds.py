@@ -1,0 +1,50 @@
+"""ModelOpt's real TensorRT-LLM export passes what trtllm-build's loader checks, through the product's own build."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import CalibrationConfig, Format, KVCacheFormat, QuantizationConfig
+from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
+from pipeline.core.progress import Silent
+from tests.support.checkpoints import tiny_llama
+from tests.support.trtllm_building import compile_, engine, standin_on_path
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.mark.parametrize(
+    ("format_", "kv_cache", "tensor"),
+    [
+        ("bf16", "auto", 1),
+        ("fp8", "fp8", 2),
+        ("int8_sq", "auto", 1),
+        ("int4_awq", "auto", 1),
+    ],
+)
+def test_an_export_has_every_tensor_that_the_loader_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: Format, kv_cache: KVCacheFormat, tensor: int
+) -> None:
+    """Names, shapes and types of 3.4 and 3.5 on every rank; nothing that was asked is reset."""
+    from pipeline.quantize.quantize import quantize
+
+    monkeypatch.setenv("PATH", standin_on_path(tmp_path / "bin"))
+    source = tiny_llama(tmp_path / "source", hidden_size=256)
+    quantize(
+        SourceCheckpoint(path=source, digest="sha256:0"),
+        QuantizationConfig(format=format_, kv_cache=kv_cache, group_size=64),
+        CalibrationConfig(num_samples=2, max_seq_len=32, batch_size=1),
+        export="trtllm",
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=1,
+        dtype="bfloat16",
+        out=tmp_path / "quantized",
+        progress=Silent(),
+    )
+    quantized = QuantizedCheckpoint(path=tmp_path / "quantized", digest="sha256:" + "2" * 64)
+    out, _ = compile_(tmp_path, quantized, engine(max_seq_len=128, max_num_tokens=128, tensor_parallel_size=tensor))
+    facts = json.loads((out / "engine.json").read_text())
+    assert (facts["state"], facts["world_size"], facts["resets"]) == ("built", tensor, [])

@@ -1,0 +1,410 @@
+"""The legality table and the arithmetic of shapes: what is refused, where, and what to do instead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import legality
+from pipeline.config.keys import KEYS
+from pipeline.config.legality import check, gpus, table
+from pipeline.config.load import load
+from pipeline.config.schema import BuildConfig
+from pipeline.errors import Problem
+from tests.support.architectures import LLAMA_8B, Facts, llama_linears
+
+pytestmark = pytest.mark.fast
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine with these packages."""
+
+    versions: Mapping[str, str]
+
+
+def config(**sections: object) -> BuildConfig:
+    """A config with these sections; dtype follows the format."""
+    values: dict[str, object] = {"name": "a", "source": {"path": "m"}, **sections}
+    return BuildConfig.model_validate(values)
+
+
+def judge(facts: Facts | None, **sections: object) -> list[str]:
+    """Errors as 'key: message hint'."""
+    return [str(problem) for problem in check(config(**sections), facts) if problem.severity == "error"]
+
+
+def warnings(facts: Facts | None, **sections: object) -> list[Problem]:
+    """Warnings only."""
+    return [problem for problem in check(config(**sections), facts) if problem.severity == "warning"]
+
+
+GPU = {"target": "tensorrt_llm", "gpu": "H100"}
+LLMAPI = {"target": "tensorrt_llm_llmapi", "gpu": "H100"}
+NO_PAGING = {"enable_chunked_context": False, "max_num_tokens": 8192, "kv_cache": {"enable_block_reuse": False}}
+
+
+def test_every_row_has_a_source_a_reason_and_a_key_of_the_schema() -> None:
+    """The table is data that can be checked: where each fact was read, and which key it blames."""
+    rows = [*table().allowed, *table().refused, *table().warning, *table().toolchain]
+    assert len(rows) >= 24
+    names = set(legality._facts(config(engine=GPU), LLAMA_8B))
+    for row in rows:
+        assert len(row.source) > 10
+        assert len(row.reason) > 10
+        assert set(row.when) <= names
+    for verdict in [*table().refused, *table().warning]:
+        assert verdict.key in KEYS
+        assert verdict.instead.endswith(".")
+    assert all(parts.source for parts in [table().row_parallel, *table().fused])
+    assert all(tried.source for tried in table().architectures)
+
+
+def test_rows_name_only_words_of_the_schema() -> None:
+    """A condition on a format, KV format or target that does not exist could never match."""
+    fields = {
+        "format": "quantization.format",
+        "kv_cache": "quantization.kv_cache",
+        "target": "engine.target",
+        "dtype": "engine.dtype",
+        "group_size": "quantization.group_size",
+    }
+    for row in [*table().allowed, *table().refused, *table().warning, *table().toolchain]:
+        for name, wanted in row.when.items():
+            if name in fields:
+                assert isinstance(wanted, tuple)
+                assert set(wanted) <= set(KEYS[fields[name]].choices), row
+
+
+def test_every_gpu_of_the_schema_has_facts_with_a_source() -> None:
+    """SM and memory are known for each GPU that a config can name, and for no other."""
+    assert list(gpus()) == list(KEYS["engine.gpu"].choices)
+    assert {name: gpu.sm for name, gpu in gpus().items()} == {"H100": 90, "H200": 90, "A100": 80, "L40S": 89, "L4": 89}
+    assert all(gpu.source and gpu.memory_gb for gpu in gpus().values())
+
+
+def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> None:
+    """24 on the CPU and 120 per GPU target: each is allowed by a row, or refused by one with its own reason."""
+    verdicts: dict[tuple[object, ...], bool] = {}
+    formats, caches = KEYS["quantization.format"].choices, KEYS["quantization.kv_cache"].choices
+    places: list[dict[str, object]] = [{"target": "openvino"}]
+    targets = ("tensorrt_llm", "tensorrt_llm_llmapi")
+    places += [{"target": target, "gpu": name} for target in targets for name in gpus()]
+    for form, cache, place in itertools.product(formats, caches, places):
+        quantization = {"format": form, "kv_cache": cache}
+        found = judge(None, quantization=quantization, engine={**place, **NO_PAGING})
+        assert not any("is not known to work" in problem for problem in found), (form, cache, place)
+        verdicts[form, cache, place["target"], place.get("gpu", "cpu")] = not found
+    assert len(verdicts) == 264
+
+    def legal(target: str) -> list[int]:
+        return [sum(verdicts[key] for key in verdicts if key[2:] == (target, name)) for name in gpus()]
+
+    assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 10
+    assert list(gpus()) == ["H100", "H200", "A100", "L40S", "L4"]
+    assert legal("tensorrt_llm") == [24, 24, 12, 24, 24]  # all; on SM 80 six formats without FP8 x auto and int8
+    assert legal("tensorrt_llm_llmapi") == [10, 10, 3, 10, 10]  # five x auto and fp8; on SM 80 three x auto
+
+
+@pytest.mark.parametrize(
+    ("quantization", "engine", "expected"),
+    [
+        (
+            {"format": "fp8"},
+            {"target": "tensorrt_llm", "gpu": "A100"},
+            "quantization.format: fp8 needs SM 89 or newer, and A100 is SM 80",
+        ),
+        (
+            {"format": "int8_sq", "kv_cache": "fp8"},
+            {"target": "tensorrt_llm", "gpu": "A100", **NO_PAGING},
+            "quantization.kv_cache: an FP8 KV cache needs SM 89 or newer, and A100 is SM 80",
+        ),
+        (
+            {"kv_cache": "fp8"},
+            {},
+            (
+                "quantization.kv_cache: the OpenVINO CPU plugin keeps KV as u8, u4, u3, bf16, f16 or f32, never as "
+                "FP8. Set kv_cache: int8 (same size), or auto."
+            ),
+        ),
+        ({"format": "int4_awq", "group_size": 32}, GPU, "quantization.group_size: TensorRT-LLM has group-wise kernels"),
+        (
+            {"kv_cache": "int8"},
+            {**GPU, "enable_chunked_context": False, "max_num_tokens": 8192},
+            "engine.kv_cache.enable_block_reuse: the engine build turns paged context attention off for an INT8 KV",
+        ),
+        (
+            {"kv_cache": "int8"},
+            {**GPU, "kv_cache": {"enable_block_reuse": False}},
+            "engine.enable_chunked_context: the engine build turns paged context attention off for an INT8 KV",
+        ),
+        (
+            {"format": "int4_awq", "kv_cache": "fp8"},
+            {**GPU, "enable_chunked_context": False, "max_num_tokens": 8192},
+            "engine.kv_cache.enable_block_reuse: with an FP8 KV cache and int4_awq weights",
+        ),
+        (
+            {"format": "w4a8_awq", "group_size": 64},
+            GPU,
+            "quantization.group_size: w4a8_awq has kernels for groups of 128 only. Set group_size: 128.",
+        ),
+        (
+            {"format": "w4a8_awq"},
+            {"target": "tensorrt_llm", "gpu": "A100"},
+            "quantization.format: w4a8_awq needs SM 89 or newer, and A100 is SM 80",
+        ),
+        ({"format": "int8_wo"}, {}, "quantization.format: int8_wo is not exported for the openvino target."),
+        ({"format": "int8_sq"}, LLMAPI, "quantization.format: INT8 SmoothQuant is a format of the engine path"),
+        ({"format": "int4_wo"}, LLMAPI, "quantization.format: int4_wo has no unified HF form"),
+        ({"kv_cache": "int8"}, LLMAPI, "quantization.kv_cache: the LLM API keeps keys and values at 16 bit or as FP8."),
+        ({}, {"context_parallel_size": 2}, "engine.context_parallel_size: the openvino target runs one process"),
+        ({}, {"tensor_parallel_size": 2}, "engine.tensor_parallel_size: the openvino target runs one process"),
+        ({}, {"pipeline_parallel_size": 2}, "engine.pipeline_parallel_size: the openvino target runs one process"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused_at_its_key(
+    quantization: dict[str, object], engine: dict[str, object], expected: str
+) -> None:
+    """Each refusal stands alone, names the key to blame, and needs no facts about the model."""
+    (found,) = judge(None, quantization=quantization, engine=engine)
+    assert found.startswith(expected)
+
+
+def test_fp8_weights_with_fp8_kv_keep_block_reuse_and_chunked_context_on_hopper() -> None:
+    """The combination that the engine build supports in full is not refused."""
+    assert judge(LLAMA_8B, quantization={"format": "fp8", "kv_cache": "fp8"}, engine=GPU) == []
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8_sq", "int4_awq"])
+def test_the_demo_model_is_legal_in_every_format(form: str) -> None:
+    """SmolLM2-135M with groups of 64."""
+    assert check(config(quantization={"format": form, "group_size": 64}), Facts()) == []
+
+
+def test_a_group_size_that_does_not_divide_names_the_layers_and_the_largest_that_fits() -> None:
+    """576 = 9 x 64: six kinds of layers fail with 128, down_proj does not."""
+    (found,) = judge(Facts(), quantization={"format": "int4_awq", "group_size": 128})
+    assert found == (
+        "quantization.group_size: 128 does not divide the inputs of 180 layers: 576 in "
+        "model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj, "
+        "model.layers.*.self_attn.o_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj. "
+        "Set group_size: 64, the largest that fits every layer."
+    )
+
+
+def test_excluded_layers_do_not_count_for_the_group_size() -> None:
+    """What stays at 16 bit has no groups."""
+    facts = Facts(linears={"model.layers.0.mlp.down_proj": (64, 100), "model.layers.0.self_attn.o_proj": (64, 128)})
+    exclude = ["lm_head", "*.down_proj"]
+    assert judge(facts, quantization={"format": "int4_awq", "group_size": 64, "exclude": exclude}) == []
+    assert len(judge(facts, quantization={"format": "int4_awq", "group_size": 64})) == 1
+
+
+def test_tensor_parallelism_splits_the_inputs_of_row_parallel_layers() -> None:
+    """Llama-2-7B: 11008 = 86 x 128 = 172 x 64, so four GPUs take groups of 64 and eight take none of them."""
+    facts = Facts(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        num_hidden_layers=2,
+        tie_word_embeddings=False,
+        linears=llama_linears(2, 4096, 11008, 4096),
+    )
+    awq = {"format": "int4_awq", "group_size": 128}
+    (four,) = judge(facts, quantization=awq, engine={**GPU, "tensor_parallel_size": 4})
+    assert "2 layers: 2752 in model.layers.*.mlp.down_proj. Set group_size: 64" in four
+    (eight,) = judge(facts, quantization=awq, engine={**GPU, "tensor_parallel_size": 8})
+    assert "1376 in model.layers.*.mlp.down_proj. No group size of 64 or 128 fits" in eight
+    assert judge(facts, quantization=awq, engine={**GPU, "tensor_parallel_size": 2}) == []
+
+
+def test_an_odd_number_of_outputs_cannot_be_packed() -> None:
+    """int4 stores two outputs in a byte."""
+    facts = Facts(linears={"model.layers.0.mlp.up_proj": (65, 128)})
+    (found,) = judge(facts, quantization={"format": "int4_awq"})
+    assert "odd number: 65 in model.layers.*.mlp.up_proj" in found
+
+
+@pytest.mark.parametrize(
+    ("engine", "form", "expected"),
+    [
+        ({"tensor_parallel_size": 3}, "bf16", "3 does not divide 32 attention heads. Use 1, 2, 4, 8, 16 or 32."),
+        ({"pipeline_parallel_size": 5}, "bf16", "5 does not divide 32 layers. Use 1, 2, 4, 8, 16 or 32."),
+        ({"tensor_parallel_size": 16}, "int8_sq", "int8_sq cannot copy 8 key-value heads to 16 GPUs"),
+        ({"max_num_tokens": 600000}, "bf16", "600000 tokens x hidden size 4096 pass TensorRT's limit"),
+    ],
+)
+def test_parallelism_and_volumes_must_fit_the_model(engine: dict[str, object], form: str, expected: str) -> None:
+    """Heads, layers and tensor volumes are checked with the numbers in the message."""
+    (found,) = judge(LLAMA_8B, quantization={"format": form}, engine={**GPU, **engine})
+    assert expected in found
+
+
+def test_key_value_heads_must_be_shared_or_copied_evenly() -> None:
+    """6 KV heads over 4 GPUs go neither way."""
+    facts = Facts(num_attention_heads=12, num_key_value_heads=6, tie_word_embeddings=False)
+    (found,) = judge(facts, engine={**GPU, "tensor_parallel_size": 4})
+    assert "6 key-value heads can neither be shared by 4 GPUs" in found
+    assert "Use 1, 2, 3, 6 or 12." in found
+
+
+def test_more_gpus_than_kv_heads_copy_them_in_fp8() -> None:
+    """Per-tensor scales can be copied, per-channel ones cannot."""
+    assert judge(LLAMA_8B, quantization={"format": "fp8"}, engine={**GPU, "tensor_parallel_size": 16}) == []
+
+
+def test_features_must_divide_evenly_over_the_gpus() -> None:
+    """The message names the layers and the sizes that work."""
+    facts = Facts(num_attention_heads=9, num_key_value_heads=9, tie_word_embeddings=False)
+    (found,) = judge(facts, quantization={"format": "fp8"}, engine={**GPU, "tensor_parallel_size": 9})
+    assert "9 does not divide the features of 90 layers: 1536 in" in found
+    assert found.endswith(("Use 1, 2, 3, 4, 6 or 8.", "Use 1 or 3."))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"engine": {"max_seq_len": 9000}}, "engine.max_seq_len: 9000 tokens are more than the model has positions"),
+        ({"calibration": {"max_seq_len": 9000}}, "calibration.max_seq_len: 9000 tokens are more than the model has"),
+        (
+            {"engine": {"enable_chunked_context": False}},
+            (
+                "engine.max_num_tokens: without chunked context a prompt must fit into one iteration: 2048 tokens < "
+                "the model's 8192 positions."
+            ),
+        ),
+        (
+            {"serving": {"default_max_tokens": 8192}},
+            "serving.default_max_tokens: an answer of 8192 tokens leaves no room",
+        ),
+    ],
+)
+def test_lengths_must_fit_the_models_positions(sections: dict[str, object], expected: str) -> None:
+    """The model's own length bounds what a config may promise."""
+    (found,) = judge(Facts(), **sections)
+    assert found.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("Qwen3MoeForCausalLM", "the checkpoint export does not handle the experts of Qwen3MoeForCausalLM"),
+        ("Gemma2ForCausalLM", "a TensorRT-LLM checkpoint of Gemma2ForCausalLM is not built"),
+        ("OPTForCausalLM", "ModelOpt exports no TensorRT-LLM checkpoint of OPTForCausalLM"),
+        ("BrandNewForCausalLM", "BrandNewForCausalLM is not built for tensorrt_llm. Architectures that are: Llama"),
+    ],
+)
+def test_an_architecture_that_the_gpu_target_cannot_take_is_refused_once(architecture: str, expected: str) -> None:
+    """Each family gets its own reason, an unknown one the list of those that work."""
+    (found,) = judge(Facts(architecture=architecture), engine=GPU)
+    assert found.startswith(f"engine.target: {expected}")
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Phi3ForCausalLM"])
+def test_a_family_with_16_bit_checkpoints_only_is_refused_quantized(architecture: str) -> None:
+    """Its 16-bit checkpoint is made, and so is the one that trtllm-build rounds."""
+    (found,) = judge(Facts(architecture=architecture), engine=GPU, quantization={"format": "fp8"})
+    assert found.startswith("quantization.format: ")
+    assert not judge(Facts(architecture=architecture), engine=GPU)
+    assert not judge(Facts(architecture=architecture), engine=GPU, quantization={"format": "int8_wo"})
+
+
+def test_an_architecture_that_was_not_tried_on_the_cpu_is_a_warning() -> None:
+    """The verify stage has the last word."""
+    (warning,) = warnings(Facts(architecture="Qwen2ForCausalLM"))
+    assert "Qwen2ForCausalLM was not run with openvino before" in warning.message
+
+
+def test_excluding_a_part_of_fused_layers_is_refused() -> None:
+    """q, k and v share a scale: all or none."""
+    exclude = ["lm_head", "*.q_proj"]
+    (found,) = judge(Facts(), quantization={"format": "int4_awq", "group_size": 64, "exclude": exclude})
+    assert "in 30 layers q_proj would stay at 16 bit while k_proj, v_proj would not" in found
+    assert judge(Facts(), quantization={"format": "fp8", "exclude": exclude}) == []
+
+
+def test_a_tied_lm_head_must_be_excluded() -> None:
+    """It has no weight of its own."""
+    (found,) = judge(Facts(), quantization={"format": "fp8", "exclude": []})
+    assert found == (
+        "quantization.exclude: lm_head is not excluded, and it shares its weight with the embedding. "
+        "Add lm_head to the list."
+    )
+
+
+def test_globs_that_match_nothing_are_warnings_and_name_an_example() -> None:
+    """A misspelt layer would silently be quantized otherwise; the default lm_head is no mistake."""
+    exclude = ["lm_head", "*.down_prj"]
+    (warning,) = warnings(Facts(), quantization={"format": "fp8", "exclude": exclude})
+    assert warning.message == "'*.down_prj' matches no layer of this model."
+    assert "model.layers.0.self_attn.q_proj" in warning.hint
+
+
+def test_a_glob_of_a_module_covers_what_is_inside() -> None:
+    """'model.layers.0' excludes the seven linears of the first block, and excluding all blocks leaves nothing."""
+    assert judge(Facts(), quantization={"format": "fp8", "exclude": ["lm_head", "model.layers.0"]}) == []
+    (found,) = judge(Facts(), quantization={"format": "fp8", "exclude": ["lm_head", "model.layers.*"]})
+    assert "no layer is left to quantize" in found
+
+
+def test_experts_are_not_quantized() -> None:
+    """Mixtures of experts are refused unless the experts are excluded."""
+    facts = Facts(
+        linears={"model.layers.0.mlp.experts.0.up_proj": (64, 64), "model.layers.0.self_attn.o_proj": (64, 64)}
+    )
+    (found,) = judge(facts, quantization={"format": "fp8"})
+    assert "1 expert layers" in found
+    assert judge(facts, quantization={"format": "fp8", "exclude": ["lm_head", "*.experts.*"]}) == []
+
+
+def test_float16_from_a_bfloat16_checkpoint_is_a_warning() -> None:
+    """The range shrinks to 65504."""
+    (warning,) = warnings(Facts(), quantization={"format": "fp16"}, engine={"dtype": "float16"})
+    assert "float16 ends at 65504" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("versions", "sections", "expected"),
+    [
+        ({"transformers": "5.0.1"}, {"engine": GPU}, "transformers 5.0.1 is installed, and this build needs <5"),
+        ({"openvino": "2025.4.0-123"}, {}, "openvino 2025.4.0-123 is installed, and this build needs >=2026.4"),
+        (
+            {"nvidia-modelopt": "0.37.0"},
+            {"quantization": {"format": "fp8"}},
+            "nvidia-modelopt 0.37.0 is installed, and this build needs >=0.45 and <1",
+        ),
+    ],
+)
+def test_a_toolchain_that_breaks_the_build_is_refused(
+    versions: dict[str, str], sections: dict[str, object], expected: str
+) -> None:
+    """Versions are judged when the host is known."""
+    (found,) = [str(problem) for problem in check(config(**sections), None, Host(versions))]
+    assert found.startswith(f"environment: {expected}")
+    assert "pip install" in found
+
+
+def test_a_good_or_absent_toolchain_is_no_problem() -> None:
+    """What is not installed is not judged here: the stage that needs it says so."""
+    good = Host({"transformers": "4.57.6", "nvidia-modelopt": "0.47.0", "openvino": "2026.4.1"})
+    for host in (good, Host({})):
+        assert check(config(quantization={"format": "fp8"}, engine=GPU), LLAMA_8B, host) == []
+
+
+def test_a_problem_names_the_line_when_the_provenance_is_known(tmp_path: Path) -> None:
+    """With LoadedConfig.provenance a legality problem points into the file like any other."""
+    path = tmp_path / "x.yaml"
+    path.write_text("name: a\nsource: {path: m}\nquantization:\n  kv_cache: fp8\n")
+    loaded = load(path)
+    (problem,) = check(loaded.config, None, provenance=loaded.provenance)
+    assert problem.where == f"{path}:4 quantization.kv_cache"
+
+
+def test_errors_come_before_warnings() -> None:
+    """The reader sees first what stops the build."""
+    found = check(config(quantization={"format": "fp8", "kv_cache": "fp8", "exclude": ["lm_head", "x"]}), Facts())
+    assert [problem.severity for problem in found] == ["error", "warning"]
