@@ -16,11 +16,11 @@ demo: .venv/.installed  ## build the embedded model for the CPU, serve it on Tri
 	$(BIN)/trtpipe build $(CONFIG) --output $(REPOSITORY)
 	$(BIN)/trtpipe serve $(REPOSITORY) --ask "What is the capital of France?"
 
-test: .venv/.installed lint  ## every test that can run on this machine
-	$(BIN)/pytest
+test: .venv/.installed lint test-fast  ## every test that can run on this machine
+	$(BIN)/pytest -m "not fast"
 
 test-fast: .venv/.installed  ## under two minutes: no ModelOpt, no OpenVINO, no server
-	$(BIN)/pytest -m fast
+	$(BIN)/pytest -m fast -n 2
 
 lint: .venv/.installed  ## style, types and the walls between rooms
 	$(BIN)/ruff check .

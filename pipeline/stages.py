@@ -321,7 +321,9 @@ def gpu_plan(build: Build) -> dict[str, Any]:
         return {}
     from pipeline.targets.tensorrt_llm.budget import budget
 
-    document: dict[str, Any] = {"budget": budget(config, build.architecture).document()}
+    fullest = budget(config, build.architecture)
+    table = [{"what": row.what, "bytes": row.n_bytes, "how": row.how} for row in fullest.table()]
+    document: dict[str, Any] = {"budget": fullest.document() | {"table": table}}
     if engine.target == "tensorrt_llm":
         from pipeline.targets.tensorrt_llm.command import build_argv
         from pipeline.targets.tensorrt_llm.facts import QuantFacts
@@ -375,7 +377,7 @@ def publish(repository: Artifact, directory: Path) -> None:
                     link_or_copy(source, target)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(source, target)
+                    shutil.copy(source, target)
         commit_directory(staging, directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -102,7 +102,7 @@ def _print_plan(document: dict[str, Any], warnings: Sequence[Problem]) -> None:
     needs = [(need["what"], output.size(need["n_bytes"]), need["why"]) for need in document["needs"]]
     click.echo("\n" + output.table(("needs", "size", "why"), needs))
     if "budget" in document:
-        budget = [(row["what"], output.size(row["bytes"]), row["how"]) for row in document["budget"]["rows"]]
+        budget = [(row["what"], output.size(row["bytes"]), row["how"]) for row in document["budget"]["table"]]
         click.echo("\n" + output.table(("each GPU holds", "size", "why"), budget))
     if "commands" in document:
         click.echo("\ncommands that the GPU node runs (not run here):")
@@ -166,6 +166,12 @@ def _run(
     _report(build, results, repository, as_json=as_json)
 
 
+def _next_step(build: Build, repository: Path) -> str:
+    if build.config.engine.target == "openvino":
+        return f"trtpipe serve {repository}"
+    return f"on the GPU node, as {repository / 'README.md'} says; nothing of it was run here"
+
+
 def _wait_without_spinning() -> None:
     """Let idle OpenMP threads sleep; read once, when torch loads its runtime.
 
@@ -193,16 +199,24 @@ def _report(build: Build, results: dict[str, StepResult], repository: Path | Non
             output.seconds(result.seconds),
             "-" if result.peak_rss_bytes is None else output.size(result.peak_rss_bytes),
             output.size(_stored_bytes(result.artifact.path)),
-            result.artifact.path,
+            result.artifact.digest[7:19],
         )
         for name, result in results.items()
     ]
-    click.echo("\n" + output.table(("stage", "", "time", "peak memory", "on disk", "artifact"), rows))
+    click.echo("\n" + output.table(("stage", "", "time", "peak memory", "on disk", "digest"), rows))
     verification = _verification(results)
     if verification:
         click.echo("\n" + output.table(("verified", "value"), list(verification.items())))
     if repository is not None:
-        click.echo(f"\nrepository: {repository}\nnext:       trtpipe serve {repository}")
+        click.echo(f"\nrepository: {repository}\nnext:       {_next_step(build, repository)}")
+    else:
+        last, result = list(results.items())[-1]
+        click.echo(f"\n{last}: {_from_here(result.artifact.path)}")
+
+
+def _from_here(path: Path) -> Path:
+    """Return a path as short as a person would write it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _result_document(result: StepResult) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -37,12 +41,38 @@ def show(ref: str, store_root: Path, as_json: bool) -> None:
     """Show one artifact (a ref or the start of a digest) and its lineage back to the source."""
     from pipeline.core.store import Store
 
-    document = Store(store_root).show(ref)
+    document: dict[str, Any] = Store(store_root).show(ref)
     if as_json:
         output.emit_json(document)
         return
-    for key, value in document.items():
-        click.echo(f"{key:12} {value}")
+    click.echo(output.table(("artifact", ""), [*_facts(document)]))
+    lineage = [
+        (f"{'  ' * node['depth']}{node['step'] or 'source'}", node["digest"][7:19], node["path"])
+        for node in document["lineage"]
+    ]
+    click.echo("\n" + output.table(("made from", "digest", "where"), lineage))
+
+
+def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a person asks of an artifact; parameters that were left empty are not told."""
+    execution = document["execution"]
+    yield "stage", document["step"]
+    yield "digest", document["digest"]
+    yield "refs", ", ".join(document["refs"])
+    yield "size", output.size(document["bytes"])
+    yield "built", f"{document['created']} in {output.seconds(execution['seconds'])}"
+    yield "by", shlex.join(execution["argv"])
+    yield "peak memory", output.size(execution["peak_rss_bytes"])
+    yield from _leaves(document["params"])
+    yield from document["toolchain"].items()
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", json.dumps(value)
 
 
 @cache.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -30,7 +31,7 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     build = stages.examine(loaded, FileHasher(None))
     build.require_possible()
     if as_json:
-        output.emit_json({"name": build.config.name, "warnings": [str(problem) for problem in build.warnings]})
+        output.emit_json({"name": build.config.name, "warnings": [asdict(problem) for problem in build.warnings]})
         return
     for problem in build.warnings:
         click.echo(f"warning: {problem}")

@@ -23,9 +23,8 @@ def doctor(as_json: bool) -> None:
     versions = toolchain(*abilities.distributions())
     findings = abilities.judge(versions)
     if as_json:
-        output.emit_json(
-            {"host": asdict(host), "abilities": [asdict(finding) for finding in findings], "versions": versions}
-        )
+        document = {"host": asdict(host), "abilities": [asdict(finding) for finding in findings], "versions": versions}
+        output.emit_json(document | {"formats": _formats()})
         return
     machine = [
         ("CPU", f"{host.cpu_model}, {host.usable_cores} usable core(s)"),
@@ -47,8 +46,46 @@ def doctor(as_json: bool) -> None:
     ]
     click.echo(output.table(("can it", "", "what brings it"), rows))
     click.echo()
+    newest = max((gpu.sm or 0 for gpu in host.gpus), default=0)
+    formats = _formats()
+    cells = [
+        (name, *(_where(kv_caches, newest) for kv_caches in by_target.values())) for name, by_target in formats.items()
+    ]
+    click.echo(output.table(("format", *next(iter(formats.values()))), cells))
+    click.echo("Where each format runs, with its KV cache formats. Any machine makes and verifies the checkpoints.\n")
     click.echo(
         output.table(
             ("tool", "version"), [(name, versions.get(name, "not installed")) for name in abilities.distributions()]
         )
     )
+
+
+def _formats() -> dict[str, dict[str, dict[str, int]]]:
+    """Return format -> target -> KV cache format -> the least SM; 0 needs no GPU, absent is refused."""
+    from typing import get_args
+
+    from pipeline.config import schema
+    from pipeline.config.legality import least_sm
+
+    return {
+        name: {
+            target: {
+                kv_cache: sm
+                for kv_cache in get_args(schema.KVCacheFormat)
+                if (sm := least_sm(target, name, kv_cache)) is not None
+            }
+            for target in get_args(schema.TargetName)
+        }
+        for name in get_args(schema.Format)
+    }
+
+
+def _where(kv_caches: dict[str, int], newest_sm: int) -> str:
+    """Say where a format runs for one target, and which KV caches need more than that."""
+    if not kv_caches:
+        return "no"
+    least = min(kv_caches.values())
+    same = [name for name, sm in kv_caches.items() if sm == least]
+    more = [f"({name} {sm}+)" for name, sm in kv_caches.items() if sm > least]
+    where = "here" if least <= newest_sm else f"SM {least}+"
+    return f"{where}: {' '.join([*same, *more])}"

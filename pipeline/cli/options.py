@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from pipeline.cli import output
+from pipeline.errors import TrtpipeError
 
 Command = Callable[..., Any]
 
@@ -39,8 +43,18 @@ def store_option(command: Command) -> Command:
 
 
 def json_option(command: Command) -> Command:
-    """Machine output."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(command)
+    """Machine output: one document, also when the command fails."""
+
+    @functools.wraps(command)
+    def answering(*arguments: Any, as_json: bool, **options: Any) -> Any:
+        try:
+            return command(*arguments, as_json=as_json, **options)
+        except TrtpipeError as error:
+            if as_json and not output.has_answered():
+                output.emit_json(output.failure(error))
+            raise
+
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(answering)
 
 
 def url_option(command: Command) -> Command:

@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
 
+from pipeline.errors import TrtpipeError
+
+ANSWERED = "pipeline.cli.output.answered"
 KIB = 1024
+GAP = "  "
+LEAST_WIDTH = 24
+"""Characters that a last column gets on the narrowest terminal."""
 
 
 def emit_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON document with sorted keys."""
     click.echo(json.dumps(document, indent=2, sort_keys=True, default=str))
+    click.get_current_context().meta[ANSWERED] = True
+
+
+def has_answered() -> bool:
+    """Whether the running command has printed its document."""
+    return ANSWERED in click.get_current_context().meta
+
+
+def failure(error: TrtpipeError) -> dict[str, Any]:
+    """Return the document of a command that failed before it had one."""
+    return {
+        "error": {
+            "kind": type(error).__name__,
+            "exit_code": error.exit_code,
+            "message": error.message,
+            "problems": [asdict(problem) for problem in error.problems],
+            "hint": error.hint,
+            "log": error.log_path,
+        }
+    }
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lay out rows in columns; the last column is not padded."""
+    """Lay out rows in columns; on a terminal the last column is wrapped to what the others leave of its width."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    lines.insert(1, "  ".join("─" * width for width in widths))
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - sum(widths[:-1]) - len(GAP) * (len(widths) - 1)
+        widths[-1] = min(widths[-1], max(room, LEAST_WIDTH))
+    lines = [line for row in cells for line in _lines(row, widths)]
+    lines.insert(1, GAP.join("─" * width for width in widths))
     return "\n".join(lines)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Yield a row as one line, and one more for each further piece of its last cell."""
+    pieces = textwrap.wrap(row[-1], widths[-1], break_long_words=False, break_on_hyphens=False) or [""]
+    for number, piece in enumerate(pieces):
+        first = row[:-1] if number == 0 else [""] * (len(row) - 1)
+        yield GAP.join(cell.ljust(width) for cell, width in zip((*first, piece), widths, strict=True)).rstrip()
 
 
 def size(n_bytes: float) -> str:

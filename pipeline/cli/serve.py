@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from pipeline.triton.server import Server
 
 DEFAULT_PORTS = (8000, 8001, 8002)
+PORT = click.IntRange(0, 65535)
 
 
 @click.command()
 @click.argument("repository", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--http-port", type=int, help="Default 8000; 0 takes a free one, and so does --ask.")
-@click.option("--grpc-port", type=int, help="Default 8001; 0 takes a free one, and so does --ask.")
-@click.option("--metrics-port", type=int, help="Default 8002; 0 takes a free one, and so does --ask.")
+@click.option("--http-port", type=PORT, help="Default 8000; 0 takes a free one, and so does --ask.")
+@click.option("--grpc-port", type=PORT, help="Default 8001; 0 takes a free one, and so does --ask.")
+@click.option("--metrics-port", type=PORT, help="Default 8002; 0 takes a free one, and so does --ask.")
 @click.option("--log-file", type=click.Path(path_type=Path), help="Server log; default beside the repository.")
 @click.option("--ready-timeout", "ready_timeout_s", type=float, default=300.0, show_default=True, help="Seconds.")
 @click.option("--ask", metavar="QUESTION", help="Ask one question when ready, print the answer, stop.")
@@ -138,14 +139,16 @@ def _ask(server: Server, question: str, repository: Path, ready_s: float, *, as_
 def _stream(client: Client, request: GenerationRequest, *, quiet: bool = False) -> tuple[str, Summary]:
     """Print the answer as it comes; Ctrl-C cancels it on the server."""
     parts = []
-    with client.generate(request) as generation:
-        for chunk in generation:
-            parts.append(chunk.text)
-            if not quiet:
-                click.echo(chunk.text, nl=False)
-                sys.stdout.flush()
-    if not quiet:
-        click.echo()
+    try:
+        with client.generate(request) as generation:
+            for chunk in generation:
+                parts.append(chunk.text)
+                if not quiet:
+                    click.echo(chunk.text, nl=False)
+                    sys.stdout.flush()
+    finally:
+        if parts and not quiet:
+            click.echo()
     return "".join(parts), generation.summary()
 
 
@@ -225,6 +228,7 @@ def chat(system: str | None, model: str | None, url: str, **sampling: Any) -> No
 
     Ctrl-C cancels the answer that is coming; Ctrl-D or /exit ends the conversation, /new starts over.
     """
+    from pipeline.errors import RequestError
     from pipeline.triton.client import Client
     from pipeline.triton.generation import GenerationRequest
 
@@ -235,9 +239,15 @@ def chat(system: str | None, model: str | None, url: str, **sampling: Any) -> No
             if line == "/new":
                 conversation = list(_system(system))
             elif line:
-                conversation.append({"role": "user", "content": line})
-                answer = _answer(client, GenerationRequest(messages=tuple(conversation), **sampling))
-                conversation.append({"role": "assistant", "content": answer})
+                asked = (*conversation, {"role": "user", "content": line})
+                try:
+                    answer = _answer(client, GenerationRequest(messages=asked, **sampling))
+                except RequestError as error:
+                    if not sys.stdin.isatty():
+                        raise
+                    click.echo(f"error: {error}\n  The conversation goes on without this message.", err=True)
+                else:
+                    conversation = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _read_line() -> str | None:

@@ -23,7 +23,7 @@ from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts
 from pipeline.errors import Problem, Severity
 
-__all__ = ["ArchitectureFacts", "Gpu", "HostFacts", "check", "gpus", "table"]
+__all__ = ["ArchitectureFacts", "Gpu", "HostFacts", "check", "gpus", "least_sm", "table"]
 
 Fact = str | int | bool
 
@@ -155,6 +155,19 @@ def check(
         problems += _toolchain(facts, host)
     problems = [_placed(problem, provenance) for problem in dict.fromkeys(problems)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def least_sm(target: str, quantization: str, kv_cache: str) -> int | None:
+    """Return the oldest GPU that a combination runs on: 0 where it needs none, None where it runs nowhere."""
+    facts: dict[str, Fact] = {"target": target, "format": quantization, "kv_cache": kv_cache}
+    if any(_matches(row, facts) for row in table().refused):
+        return None
+    limits = []
+    for row in table().allowed:
+        if all(_holds(wanted, facts.get(name)) for name, wanted in row.when.items() if name != "sm"):
+            sm = row.when.get("sm")
+            limits.append(sm.above + 1 if isinstance(sm, Range) and sm.above is not None else 0)
+    return min(limits, default=None)
 
 
 def _facts(config: BuildConfig, architecture: ArchitectureFacts | None) -> dict[str, Fact]:

@@ -169,6 +169,11 @@ def _without_effect(config: BuildConfig) -> Iterator[Finding]:
         "quantization.exclude": (config.quantization.exclude, form in UNQUANTIZED, f"format {form}"),
         "engine.gpu": (config.engine.gpu, target == "openvino", "target openvino, which runs on the CPU"),
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
+        "engine.dynamic_quantization": (
+            config.engine.dynamic_quantization,
+            target != "openvino" or form not in ("int8_sq", "int4_awq"),
+            f"target {target} and format {form}",
+        ),
     }
     for path, (value, unused, by) in values.items():
         if unused and value != KEYS[path].default:
@@ -180,6 +185,9 @@ def _without_effect(config: BuildConfig) -> Iterator[Finding]:
         yield Finding(keys=(path, "engine.target"), message=message, hint="Remove it.", severity="warning")
 
 
+LLMAPI_READS = ("serving.tensorrt_llm.guided_decoding_backend", "serving.tensorrt_llm.cancellation_check_period_ms")
+
+
 def _of_other_targets(config: BuildConfig) -> Iterator[str]:
     """Keys that are written and belong to another target than the config's, in schema order."""
     of_engines = ("engine.build.", "serving.tensorrt_llm.", "serving.bls.")
@@ -188,8 +196,10 @@ def _of_other_targets(config: BuildConfig) -> Iterator[str]:
     foreign = () if config.engine.target == "tensorrt_llm" else (*of_engines, *only_engines)
     if config.engine.target == "openvino":
         foreign = (*foreign, *of_gpus, "engine.max_beam_width", "engine.kv_cache.tokens_per_block")
+    read_by_llmapi = LLMAPI_READS if config.engine.target == "tensorrt_llm_llmapi" else ()
     for key in leaves():
-        if key.path.startswith(foreign or "\0") and _value(config, key.path) != key.default:
+        written = key.path not in read_by_llmapi and _value(config, key.path) != key.default
+        if written and key.path.startswith(foreign or "\0"):
             yield key.path
 
 

@@ -193,9 +193,6 @@ class QueuePolicy(Section):
 class BlsParameters(Section):
     """Parameters of the scripted endpoint tensorrt_llm_bls of the TensorRT-LLM repository."""
 
-    accumulate_tokens: bool = Field(
-        default=True, description="Detokenize the whole answer for each chunk, so that no character is cut."
-    )
     tensorrt_llm_model_name: str = Field(default="tensorrt_llm", description="Model that generates.")
     tensorrt_llm_draft_model_name: str | None = Field(
         default=None, description="Model that drafts (speculative decoding with an external draft)."

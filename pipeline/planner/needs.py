@@ -11,11 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config.schema import BuildConfig
+from pipeline.config.schema import BuildConfig, Format
 
 FLOAT32 = 4
 FLOAT16 = 2
-BITS_PER_WEIGHT = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8_sq": 8.0, "int4_awq": 4.0}
+# int8_wo and int4_wo stay 16 bit in the checkpoint: trtllm-build rounds them.
+BITS_PER_WEIGHT: dict[Format, float] = {
+    "bf16": 16,
+    "fp16": 16,
+    "fp8": 8,
+    "int8_sq": 8,
+    "int4_awq": 4,
+    "w4a8_awq": 4,
+    "int8_wo": 16,
+    "int4_wo": 16,
+}
+GROUPED = ("int4_awq", "w4a8_awq")
 SCALE_BITS = 32
 KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
 # Interpreter, torch, transformers and ModelOpt loaded, nothing of the model yet (measured as RSS).
@@ -89,7 +100,7 @@ def checkpoint_bytes(model: Shapes, config: BuildConfig) -> int:
     """Size of the quantized checkpoint: codes, one float32 scale per group, 16-bit tables."""
     linear, tables = parameters(model)
     bits = BITS_PER_WEIGHT[config.quantization.format]
-    if config.quantization.format == "int4_awq":
+    if config.quantization.format in GROUPED:
         bits += SCALE_BITS / config.quantization.group_size
     return int(linear * bits / 8) + tables * FLOAT16
 
@@ -101,18 +112,26 @@ def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:
 
 
 def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
-    """Return what building and serving take, largest first within each kind."""
+    """Return what building takes, and on the CPU what serving takes; a GPU has its own budget."""
     linear, tables = parameters(model)
     source = (linear + tables) * FLOAT32
     checkpoint = checkpoint_bytes(model, config)
-    graph = (linear + tables) * FLOAT16
+    build = (
+        Need(what="build memory", n_bytes=2 * source + RUNTIME_BYTES, why="float32 copies for calibration and proof"),
+        Need(
+            what="build disk",
+            n_bytes=source + 2 * checkpoint + (linear + tables) * FLOAT16,
+            why="source copy, checkpoint, engine",
+        ),
+    )
+    if config.engine.target != "openvino":
+        return build
     engine = config.engine
     tokens = engine.max_batch_size * (engine.max_seq_len or model.max_position_embeddings)
     kv = int((engine.kv_cache.size_gib or 0) * 2**30) or tokens * kv_bytes_per_token(model, config)
     kv_why = "engine.kv_cache.size_gib" if engine.kv_cache.size_gib else f"at most, {tokens} tokens in flight"
     return (
-        Need(what="build memory", n_bytes=2 * source + RUNTIME_BYTES, why="float32 copies for calibration and proof"),
-        Need(what="build disk", n_bytes=source + 2 * checkpoint + graph, why="source copy, checkpoint, engine"),
+        *build,
         Need(what="serve memory: weights", n_bytes=checkpoint, why=f"{config.quantization.format} weights"),
         Need(what="serve memory: KV cache", n_bytes=kv, why=kv_why),
     )

@@ -67,6 +67,8 @@ def verify(
         scored = _score(source, reader, limits, progress)
         checks += _check_end_to_end(scored, bounds)
         progress.note(_summary(reader, scored))
+    for words in _not_run(reader):
+        progress.note(f"not run: {words}")
     failed = [check for check in checks if not check.passed]
     # What lies in log/ is kept when a stage fails.
     report = out / "log" / "report.json" if failed else out / "report.json"

@@ -37,6 +37,9 @@ def check(repository: Path, *, mount: Path | None = None) -> list[Problem]:
     place = str(mount or deployment.get("mount") or repository.resolve())
     loaded, findings = load(repository, place)
     findings += _layout(loaded)
+    if not loaded.models and not findings:
+        hint = "Give the folder that holds the models' folders."
+        return [error("layout", str(repository), "holds no model: no folder in it has a config.pbtxt.", hint)]
     for model in loaded.models.values():
         findings += check_parameters.check(model, loaded)
         findings += check_engine.check(model, loaded)

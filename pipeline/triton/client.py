@@ -149,7 +149,7 @@ class Client:
             )
         if code == "DEADLINE_EXCEEDED":
             return RequestError(f"{code}: model '{self.model}' did not finish in time; the request was cancelled.")
-        return RequestError(f"{code}: model '{self.model}' at {self.url} failed the request: {details}.")
+        return RequestError(f"{code}: model '{self.model}' at {self.url} failed the request: {details.rstrip('.')}.")
 
     def _is_live(self) -> bool:
         request = self._protocol.messages.ServerLiveRequest()
@@ -242,7 +242,9 @@ class Generation(Iterator[Chunk]):
             raise
         if response.error_message:
             self.close()
-            raise RequestError(f"model '{self._client.model}' failed the request: {response.error_message}.")
+            raise RequestError(
+                f"model '{self._client.model}' failed the request: {response.error_message.rstrip('.')}."
+            )
         chunk = _chunk(response.infer_response, time.monotonic_ns())
         self._chunks.append(chunk)
         return chunk

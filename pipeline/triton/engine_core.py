@@ -90,7 +90,7 @@ class EngineCore:
 with this directory mounted at `{emission.mount}`; paths in config.pbtxt begin there. Where this was written there was
 no GPU: **nothing of it was run**. `trtpipe check .` tells what does not fit.
 
-    docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -p 8000-8002:8000-8002 \\
+    docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -p 127.0.0.1:8000-8002:8000-8002 \\
       -v "$PWD:{emission.mount}" {chain["image"]} sh {emission.mount}/launch.sh
 
 The image has everything that the Python models import.

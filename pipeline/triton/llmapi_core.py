@@ -88,7 +88,7 @@ class LlmapiCore:
 `{image}`. No engine is compiled; `{CORE_MODEL}/1/model.yaml` holds the arguments of the LLM API. Where this was
 written there was no GPU: **nothing of it was run**. `trtpipe check .` tells what does not fit.
 
-    docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -p 8000-8002:8000-8002 \\
+    docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -p 127.0.0.1:8000-8002:8000-8002 \\
       -v "$PWD:{emission.mount}" {image} sh {emission.mount}/launch.sh
 """
 

@@ -124,8 +124,14 @@ class Server:
             )
         installation = find_tritonserver()
         tcp.check_free(self.host, self.ports)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path.write_bytes(b"")
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self.log_path.write_bytes(b"")
+        except OSError as error:
+            raise HostError(
+                f"the server log {self.log_path} cannot be written: {error.strerror}.",
+                hint="Name a place for it that can: --log-file.",
+            ) from error
         self._log_offset = 0
         scratch = self._scratch = Path(tempfile.mkdtemp(prefix="trtpipe-serve-"))
         shm_prefix = f"trtpipe-{uuid.uuid4().hex[:12]}-"

@@ -37,9 +37,19 @@ SHIPPED = {
         "int4-awq-tensorrt-llm-a100-tp2",
     },
     "mistral-7b": {"fp8-tensorrt-llm-h100-tp1", "int4-awq-tensorrt-llm-a100-tp1"},
-    "mixtral-8x7b": {"bf16-tensorrt-llm-llmapi-h100-tp2"},
-    "qwen2.5-7b": {"fp8-tensorrt-llm-llmapi-h100-tp1"},
-    "qwen2.5-32b": {"fp8-tensorrt-llm-llmapi-h100-tp1", "int4-awq-tensorrt-llm-llmapi-a100-tp1"},
+    "mixtral-8x7b": {"bf16-tensorrt-llm-h100-tp2", "bf16-tensorrt-llm-llmapi-h100-tp2"},
+    "qwen2.5-7b": {"fp8-tensorrt-llm-h100-tp1", "fp8-tensorrt-llm-llmapi-h100-tp1"},
+    "qwen2.5-32b": {
+        "fp8-tensorrt-llm-h100-tp1",
+        "fp8-tensorrt-llm-llmapi-h100-tp1",
+        "int4-awq-tensorrt-llm-a100-tp1",
+        "int4-awq-tensorrt-llm-llmapi-a100-tp1",
+    },
+}
+# Warnings that a shipped config comes with: its own comment says why it is shipped all the same.
+WARNED = {
+    "qwen2.5-7b--fp8-tensorrt-llm-h100-tp1": "upstream does not list fp8 for Qwen2ForCausalLM",
+    "qwen2.5-32b--fp8-tensorrt-llm-h100-tp1": "upstream does not list fp8 for Qwen2ForCausalLM",
 }
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 
@@ -53,7 +63,7 @@ def test_the_deployments_are_the_promised_ones() -> None:
     """No more, no less; among them no FP8 for A100."""
     found = {model: {path.stem for path in CONFIGS if path.parent.name == model} for model in NAMES}
     assert found == SHIPPED
-    assert len(CONFIGS) == 14
+    assert len(CONFIGS) == 18
     assert not [path for path in CONFIGS if path.stem.startswith("fp8") and "a100" in path.stem]
 
 
@@ -63,9 +73,13 @@ def test_there_is_one_golden_plan_for_each() -> None:
 
 
 @every_config
-def test_a_deployment_has_no_finding(path: Path) -> None:
-    """Neither load, nor the legality table, nor preflight has an error or a warning."""
-    assert [str(problem) for problem in findings(load(path), path.parent.name)] == []
+def test_a_deployment_has_no_finding_but_those_it_admits(path: Path) -> None:
+    """Neither load, nor the legality table, nor preflight has an error, or a warning that is not written down here."""
+    found = findings(load(path), path.parent.name)
+    assert [str(problem) for problem in found if problem.severity == "error"] == []
+    admitted = WARNED.get(name_of(path))
+    assert len(found) == (admitted is not None), [str(problem) for problem in found]
+    assert all(problem.message.startswith(str(admitted)) for problem in found)
 
 
 @every_config
@@ -130,7 +144,8 @@ def test_linears_have_the_published_shapes(model: str, layer: str, shape: tuple[
         ("llama-3.3-70b", "fp8-tensorrt-llm-h100-tp4", 40960),
         ("llama-3.3-70b", "int4-awq-tensorrt-llm-a100-tp2", 163840),
         ("qwen2.5-7b", "fp8-tensorrt-llm-llmapi-h100-tp1", 28672),
-        ("mixtral-8x7b", "bf16-tensorrt-llm-llmapi-h100-tp2", 65536),
+        ("qwen2.5-32b", "int4-awq-tensorrt-llm-a100-tp1", 262144),
+        ("mixtral-8x7b", "bf16-tensorrt-llm-h100-tp2", 65536),
     ],
 )
 def test_the_batch_fits_the_memory_of_its_gpus(model: str, name: str, kv_bytes: int) -> None:
@@ -235,6 +250,8 @@ def test_the_command_follows_the_published_rules(model: str, name: str, expected
         ("llama-3.1-8b", "fp8-tensorrt-llm-h100-tp1", ["engine.max_seq_len=262144"], "engine.max_seq_len"),
         ("mistral-7b", "fp8-tensorrt-llm-h100-tp1", ["engine.pipeline_parallel_size=3"], "pipeline_parallel_size"),
         ("mixtral-8x7b", "bf16-tensorrt-llm-llmapi-h100-tp2", ["quantization.format=int8_sq"], "quantization.format"),
+        ("mixtral-8x7b", "bf16-tensorrt-llm-h100-tp2", ["quantization.format=int8_sq"], "quantization.format"),
+        ("qwen2.5-7b", "fp8-tensorrt-llm-h100-tp1", ["engine.tensor_parallel_size=8"], "tensor_parallel_size"),
         (
             "qwen2.5-32b",
             "int4-awq-tensorrt-llm-llmapi-a100-tp1",
