@@ -30,8 +30,8 @@ RUN python3 -m pip --python /opt/trtpipe/bin/python install --constraint require
 
 # 1000 is triton-server in NVIDIA's images (build.py of triton-inference-server/server). Run with --user to own what is
 # built on a bind mount. Root is not needed: MPI and TensorRT build as any user.
-RUN install --directory --owner 1000 --group 1000 /home/trtpipe /work
+RUN install --directory --owner 1000 --group 1000 /home/trtpipe /workspace
 ENV HOME=/home/trtpipe HF_HOME=/home/trtpipe/.cache/huggingface
-WORKDIR /work
+WORKDIR /workspace
 USER 1000:1000
 CMD ["trtpipe", "doctor"]

@@ -42,6 +42,7 @@ from pipeline.host.probe import HostProfile, probe, toolchain
 
 STAGES = ("import", "quantize", "verify", "compile", "emit")
 UNQUANTIZED = ("bf16", "fp16")
+GROUPED = ("int4_awq", "w4a8_awq", "int4_wo")
 LINKED_BYTES = 2**20
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {
@@ -404,7 +405,7 @@ def _dtype(config: BuildConfig) -> Literal["bfloat16", "float16"]:
 def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
     """Return only what the format reads, so that an unused knob does not requantize."""
     quantization = config.quantization.model_dump(mode="json")
-    if config.quantization.format != "int4_awq":
+    if config.quantization.format not in GROUPED:
         del quantization["group_size"]
     if config.quantization.format != "int8_sq":
         del quantization["smoothquant_alpha"]

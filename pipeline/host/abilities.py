@@ -47,7 +47,7 @@ ABILITIES = (
     Ability(
         what="compile TensorRT-LLM engines",
         distributions=("tensorrt-llm",),
-        remedy="not in this version; the checkpoint for it is built here, on CPU or GPU",
+        remedy="on a GPU node: inside the pinned container, or by the compile step that the repository carries",
     ),
 )
 
