@@ -369,6 +369,7 @@ def publish(repository: Artifact, directory: Path) -> None:
         HostError: the directory holds something that trtpipe did not write.
         DiskFull: nothing was changed.
     """
+    directory = directory.resolve()  # "." has no name to put a staging directory beside
     staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
     try:
         with disk_errors(directory.parent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -82,5 +83,12 @@ def init(file: Path, source: str, format_: str, target: str) -> None:
 
     if file.exists():
         raise ConfigError(f"{file} exists and is kept as it is", hint="Choose another name or remove it.")
-    write_atomic(file, init_template(file.stem, source, format_, target).encode())
+    write_atomic(file, init_template(file.stem, _from(file.parent, source), format_, target).encode())
     click.echo(f"wrote {file}\nnext: trtpipe config check {file}")
+
+
+def _from(directory: Path, source: str) -> str:
+    """Return a path that was typed here as the config has to write it: relative to the config's own directory."""
+    if directory == Path() or Path(source).is_absolute() or not Path(source).exists():
+        return source
+    return os.path.relpath(source, directory)

@@ -5,6 +5,7 @@ Subcommands are imported when they run, so that `trtpipe --help` stays instant.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -18,7 +19,9 @@ from typing import NoReturn
 import click
 
 from pipeline import __version__
-from pipeline.errors import Interrupted, TrtpipeError
+from pipeline.errors import HostError, Interrupted, TrtpipeError
+
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 COMMANDS = {
     "build": ("pipeline.cli.build:build", "Run every stage and write the Triton model repository."),
@@ -129,5 +132,8 @@ def main() -> NoReturn:
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:  # noqa: BLE001 - the boundary: a bug of ours becomes a report, not a wall of text
+        if isinstance(error, OSError) and error.errno in DENIED:
+            click.echo(f"error: {error.filename}: {error.strerror}\n  Choose a place that you may write to.", err=True)
+            sys.exit(HostError.exit_code)
         click.echo(f"internal error: {type(error).__name__}: {error}\n  traceback: {_bug_report()}", err=True)
         sys.exit(1)

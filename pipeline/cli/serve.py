@@ -70,8 +70,7 @@ def serve(
             _ask(server, ask, repository, ready_s, as_json=as_json)
             stopping = time.monotonic()
         else:
-            _announce(server, ready_s, as_json=as_json)
-            _wait(server)
+            _serve(server, ready_s, as_json=as_json)
             stopping = time.monotonic()
     if not as_json:
         click.echo(f"server stopped in {output.seconds(time.monotonic() - stopping)}; log: {server.log_path}", err=True)
@@ -106,9 +105,11 @@ def _announce(server: Server, ready_s: float, *, as_json: bool) -> None:
     click.echo(f'\nnext: trtpipe generate "Hello" --url {server.grpc_url}      (Ctrl-C stops the server)')
 
 
-def _wait(server: Server) -> None:
+def _serve(server: Server, ready_s: float, *, as_json: bool) -> None:
     """Block until the server dies (an error) or the user ends it (a clean stop, exit code 0)."""
     try:
+        # Guard: inside, for who reads that the server is ready may stop it before the next line of ours runs.
+        _announce(server, ready_s, as_json=as_json)
         server.wait()
     except KeyboardInterrupt:
         click.echo("stopping: requests in flight are finished first", err=True)

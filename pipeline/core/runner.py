@@ -104,6 +104,7 @@ def _build(step: Step, action: Action, inputs: Mapping[str, Artifact], store: St
         try:
             started_at, started = datetime.now(UTC), time.monotonic()
             with disk_errors(store.root):
+                progress.note(f"{step.name}: running")
                 with peak_memory() as memory:
                     step.run(StepContext(inputs, out, progress))
                 execution = Execution(

@@ -83,3 +83,19 @@ def tiny_llama(
         json.dumps({"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 0})
     )
     return directory
+
+
+def sure_llama(directory: Path, *, max_position_embeddings: int) -> Path:
+    """Write a tiny Llama that survives quantization under the limits for real models.
+
+    Its embeddings are so large that a token, not the decoder's rounded weights, decides what comes next.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama(directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 50
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_position_embeddings}))
+    return directory

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,3 +73,35 @@ def write_config(directory: Path, source: Path, format_: str = "int4_awq") -> Pa
     config = directory / "tiny.yaml"
     config.write_text(CONFIG.format(source=source, format=format_))
     return config
+
+
+@contextmanager
+def serving(repository: str | Path, *options: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run `trtpipe serve --json` on free ports; yields the process and what it announced, and ends it with SIGTERM."""
+    free = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    with subprocess.Popen(
+        argv("serve", repository, *free, "--json", *options),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, _announced(process)
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def _announced(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Read the one document that `serve --json` prints when it is ready."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if line == "}\n":
+            document: dict[str, Any] = json.loads(text)
+            return document
+    raise AssertionError(f"serve ended before it was ready:\n{text}{process.stderr.read()}")
