@@ -30,6 +30,8 @@ class TritonPythonModel:
         if order == "hang":
             time.sleep(600)
         self.n_cancelled = 0
+        # Guard: Triton 2.51 was seen to die when threads of one stub ask for cancellation and end streams at once.
+        self._triton = threading.Lock()
 
     def execute(self, requests: list[Any]) -> None:
         """Start answering."""
@@ -43,7 +45,9 @@ class TritonPythonModel:
         limit = _number(request, "max_tokens") or len(words)
         n_tokens = 0
         for word in words:
-            if sender.is_cancelled():
+            with self._triton:
+                gone = sender.is_cancelled()
+            if gone:
                 self.n_cancelled += 1
                 break
             order, _, value = word.strip("<>").partition(":") if word.startswith("<") else ("say", "", word)
@@ -53,13 +57,16 @@ class TritonPythonModel:
                 os._exit(3)
             elif order == "error":
                 error = pb_utils.TritonError(value, pb_utils.TritonError.INVALID_ARG)
-                sender.send(pb_utils.InferenceResponse(error=error))
+                with self._triton:
+                    sender.send(pb_utils.InferenceResponse(error=error))
                 break
             elif n_tokens < limit:
                 text = str(self.n_cancelled) if order == "cancelled" else value
-                sender.send(_response(text + " ", len(words)))
+                with self._triton:
+                    sender.send(_response(text + " ", len(words)))
                 n_tokens += 1
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        with self._triton:
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def _response(text: str, n_input: int) -> Any:
