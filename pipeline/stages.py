@@ -25,6 +25,7 @@ from pipeline.checkpoints.architecture import Architecture
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import legality
 from pipeline.config.load import LoadedConfig
+from pipeline.config.rules import has_groups
 from pipeline.config.schema import BuildConfig
 from pipeline.core.artifacts import (
     Artifact,
@@ -404,7 +405,7 @@ def _dtype(config: BuildConfig) -> Literal["bfloat16", "float16"]:
 def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
     """Return only what the format reads, so that an unused knob does not requantize."""
     quantization = config.quantization.model_dump(mode="json")
-    if config.quantization.format != "int4_awq":
+    if not has_groups(config):
         del quantization["group_size"]
     if config.quantization.format != "int8_sq":
         del quantization["smoothquant_alpha"]

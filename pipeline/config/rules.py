@@ -156,14 +156,20 @@ def _parallelism(config: BuildConfig) -> Iterator[Finding]:
         yield Finding(keys=("engine.gpu", "engine.target"), message=message, hint=f"Add gpu: one of {gpus}.")
 
 
+def has_groups(config: BuildConfig) -> bool:
+    """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
+    form = config.quantization.format
+    return form in ("int4_awq", "w4a8_awq") or (form == "int4_wo" and config.engine.target == "openvino")
+
+
 def _without_effect(config: BuildConfig) -> Iterator[Finding]:
     """Warn about values that differ from their default and change nothing."""
     form, target = config.quantization.format, config.engine.target
     values = {
         "quantization.group_size": (
             config.quantization.group_size,
-            form not in ("int4_awq", "w4a8_awq"),
-            f"format {form}",
+            not has_groups(config),
+            f"format {form}" + (f" and target {target}" if form == "int4_wo" else ""),
         ),
         "quantization.smoothquant_alpha": (config.quantization.smoothquant_alpha, form != "int8_sq", f"format {form}"),
         "quantization.exclude": (config.quantization.exclude, form in UNQUANTIZED, f"format {form}"),
@@ -171,7 +177,7 @@ def _without_effect(config: BuildConfig) -> Iterator[Finding]:
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
         "engine.dynamic_quantization": (
             config.engine.dynamic_quantization,
-            target != "openvino" or form not in ("int8_sq", "int4_awq"),
+            target != "openvino" or form not in ("int8_sq", "int8_wo", "int4_awq", "int4_wo"),
             f"target {target} and format {form}",
         ),
     }

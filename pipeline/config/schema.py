@@ -49,13 +49,14 @@ class QuantizationConfig(Section):
         default="bf16",
         title="format",
         description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), int8_sq (W8A8 SmoothQuant), "
-        "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo and int4_wo (weights rounded, "
-        "nothing calibrated).",
+        "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo (per output) and int4_wo "
+        "(group-wise) round weights and calibrate nothing.",
     )
     group_size: Literal[32, 64, 128] = Field(
         default=128,
         title="group size",
-        description="Weights that share one scale along the input axis (int4_awq, w4a8_awq).",
+        description="Weights that share one scale along the input axis (int4_awq, w4a8_awq, "
+        "and int4_wo on the CPU).",
     )
     kv_cache: KVCacheFormat = Field(
         default="auto", title="KV cache format", description="KV cache format; auto is the 16-bit model dtype."

@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.quantize.numerics import relative_l2
-from pipeline.quantize.reference import FP8_ACTIVATIONS, PACKED, Array, QuantizedLinear, pack_int4, unpack_int4
+from pipeline.quantize.reference import (
+    FP8_ACTIVATIONS,
+    PACKED,
+    SMOOTHED,
+    Array,
+    QuantizedLinear,
+    pack_int4,
+    unpack_int4,
+)
 from pipeline.quantize.tensor_files import FloatArray
 
 Mask = npt.NDArray[np.bool_]
@@ -146,7 +154,7 @@ def _scale(suspect: Suspect) -> str:
 def _smoothing(suspect: Suspect) -> str:
     """The pre-quant scale: not in the weight, inverted, or wrong for some inputs."""
     layer, p = suspect.layer, suspect.layer.pre_quant_scale
-    if layer.format not in {"int8_sq", *PACKED}:
+    if layer.format not in SMOOTHED:
         return ""
     if p is not None:
         if suspect.repaired_by(replace(layer, pre_quant_scale=None), slack=_FIT_SLACK):

@@ -117,7 +117,7 @@ def settle(
     *,
     export: str,
     dtype: torch.dtype,
-    forward_loop: modelopt.ForwardLoop,
+    forward_loop: modelopt.ForwardLoop | None,
 ) -> Settled:
     """Make the live model equal to what the exporter will write (see the module's docstring).
 
@@ -125,7 +125,7 @@ def settle(
         ConfigError: an AWQ format, and an excluded layer reads the same norm as quantized ones, which
             would then see the folded scale as well.
     """
-    made = traits(quantization.format)
+    made = traits(quantization.format, export=export)
     groups = [group for group in find_shared_inputs(model) if group.quantized]
     settled = Settled(norm_offset=_norm_offset(model, groups))
     if made.smoothed:
@@ -205,7 +205,7 @@ def _share_scalar_ranges(model: nn.Module, group: SharedInput) -> None:
                 quantizer.amax = widest.reshape(quantizer.amax.shape)
 
 
-def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype) -> None:
+def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype, smoothed: bool) -> None:
     """Round what is not a code or scale to `dtype`, canonicalize the JSON, add the tokenizer files."""
     import torch
     from safetensors import safe_open
@@ -220,10 +220,18 @@ def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype) -> None:
         save_file(tensors, shard, metadata={"format": "pt"})
     _rewrite_index(directory)
     _rewrite_config(directory / "config.json", dtype=dtype)
-    quantized = directory / "hf_quant_config.json"
-    if quantized.is_file():
-        write_json(quantized, _sort_lists(json.loads(quantized.read_text("utf-8"))))
+    _rewrite_quantization(directory / "hf_quant_config.json", smoothed=smoothed)
     copy_tokenizer(source, directory)
+
+
+def _rewrite_quantization(path: Path, *, smoothed: bool) -> None:
+    """Sort the lists, and say whether there are pre-quant scales: ModelOpt says so of every int4 in groups."""
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text("utf-8"))
+    if "pre_quant_scale" in content["quantization"]:
+        content["quantization"]["pre_quant_scale"] = smoothed
+    write_json(path, _sort_lists(content))
 
 
 def _rewrite_index(directory: Path) -> None:

@@ -17,7 +17,7 @@ from pipeline.quantize.diagnosis import Suspect, input_cause, step_errors, weigh
 from pipeline.quantize.limits import Limits
 from pipeline.quantize.numerics import norm, relative_l2, sqnr_db
 from pipeline.quantize.readers import HuggingFaceReader
-from pipeline.quantize.reference import PACKED, QuantizedLinear
+from pipeline.quantize.reference import PACKED, SMOOTHED, QuantizedLinear
 from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles
 
@@ -38,7 +38,7 @@ def folded_scales(source: HuggingFaceReader, reader: CheckpointReader) -> dict[s
     p = exported weight / source weight, and 1 where the source's is 0 (that input is always 0). Only
     the Hugging Face export of AWQ folds; elsewhere a changed norm is an error that `check_plain_tensors` reports.
     """
-    if reader.format not in PACKED or not isinstance(reader, HuggingFaceReader):
+    if reader.format not in PACKED & SMOOTHED or not isinstance(reader, HuggingFaceReader):
         return {}
     scales: dict[str, FloatArray] = {}
     for name in source.tensors:

@@ -68,8 +68,8 @@ def _guarded(doing: str) -> Iterator[None]:
             logging.disable(disabled_level)
 
 
-def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: ForwardLoop) -> None:
-    """Insert quantizers as `config` says and calibrate them with `forward_loop`."""
+def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: ForwardLoop | None) -> None:
+    """Insert quantizers as `config` says and calibrate them with `forward_loop`; without one, the weights' only."""
     import torch
 
     with _guarded(f"quantize ({config['algorithm']})"), torch.no_grad():

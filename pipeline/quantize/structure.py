@@ -19,7 +19,7 @@ from pipeline.quantize.reference import PACKED, LinearFormat
 Broken = Iterator[tuple[str, str, str]]
 
 _SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale", ".k_scale", ".v_scale")
-_STORED_AS: Mapping[str, str] = {"F8_E4M3": "fp8", "I8": "int8_sq", "U8": "int4"}
+_STORED_AS: Mapping[str, str] = {"F8_E4M3": "fp8", "I8": "int8", "U8": "int4"}
 
 # Fields of the source's config.json that the export must repeat; engines read them from there.
 CONFIG_FIELDS = (
@@ -105,19 +105,19 @@ def _quantized_tensors(
     grouped = {
         "weight": Expected(dtypes=("U8",), shape=(rows // 2, columns)),
         "weight_scale": Expected(dtypes=("F32",), shape=(rows, groups)),
-        "pre_quant_scale": smoothing,
+    }
+    per_row = {
+        "weight": Expected(dtypes=("I8",), shape=shape),
+        "weight_scale": Expected(dtypes=("F32",), shape=(rows,)),
     }
     per_format: Mapping[LinearFormat, dict[str, Expected]] = {
         "float": {},
         "fp8": {"weight": Expected(dtypes=("F8_E4M3",), shape=shape), "weight_scale": scalar, "input_scale": scalar},
-        "int8_sq": {
-            "weight": Expected(dtypes=("I8",), shape=shape),
-            "weight_scale": Expected(dtypes=("F32",), shape=(rows,)),
-            "input_scale": scalar,
-            "pre_quant_scale": smoothing,
-        },
-        "int4_awq": grouped,
-        "w4a8_awq": {**grouped, "weight_scale_2": scalar, "input_scale": scalar},
+        "int8_sq": {**per_row, "input_scale": scalar, "pre_quant_scale": smoothing},
+        "int8_wo": per_row,
+        "int4_awq": {**grouped, "pre_quant_scale": smoothing},
+        "int4_wo": grouped,
+        "w4a8_awq": {**grouped, "pre_quant_scale": smoothing, "weight_scale_2": scalar, "input_scale": scalar},
     }
     return {f"{module}.{suffix}": tensor for suffix, tensor in per_format[reader.format].items()}
 

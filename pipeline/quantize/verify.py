@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.rules import UNQUANTIZED
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import Problem, VerificationError
 from pipeline.quantize.calibration import SHIPPED_HELD, TextEncoder, draw_rows, read_documents
-from pipeline.quantize.checkpoint_reader import WEIGHT_ONLY, CheckpointReader, model_order, read_json
+from pipeline.quantize.checkpoint_reader import CheckpointReader, model_order, read_json
 from pipeline.quantize.checks import Check, rounded, rule
 from pipeline.quantize.fake_quant import build_model, compare_models
 from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
@@ -140,7 +141,7 @@ def held_ids(directory: Path, limits: VerifyConfig) -> npt.NDArray[np.int64]:
 def _not_run(reader: CheckpointReader) -> list[str]:
     """What the built engine computes and these checks do not, in words for a user."""
     words = []
-    if reader.name in WEIGHT_ONLY.values():
+    if reader.format == "float" and reader.name not in UNQUANTIZED:
         words.append(
             f"the rounding to {reader.name}: trtllm-build does it when it loads the 16-bit weights checked here"
         )

@@ -23,8 +23,9 @@ from tests.support.quantized import held_text, tiny_quantized, tiny_source
 
 pytestmark = pytest.mark.heavy
 
-FORMATS: tuple[Format, ...] = ("bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
-QUANTIZED: tuple[Format, ...] = ("fp8", "int8_sq", "int4_awq", "w4a8_awq")
+BOTH_LAYOUTS: tuple[Format, ...] = ("bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
+FORMATS: tuple[Format, ...] = (*BOTH_LAYOUTS, "int8_wo", "int4_wo")
+QUANTIZED: tuple[Format, ...] = FORMATS[2:]
 
 
 def report_of(format_: Format, tmp_path: Path, export: str = "hf") -> dict[str, Any]:
@@ -45,7 +46,7 @@ def test_a_real_export_passes(format_: Format, tmp_path: Path) -> None:
     assert {"model.mean_kl_nats", "tensor.equal", "structure.present"} <= {c["name"] for c in report["checks"]}
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", BOTH_LAYOUTS)
 def test_a_tensorrt_llm_export_passes(format_: Format, tmp_path: Path) -> None:
     """The second layout is read to the same layers."""
     report = report_of(format_, tmp_path, "trtllm")

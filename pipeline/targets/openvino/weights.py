@@ -3,12 +3,13 @@
 Reads the unified Hugging Face checkpoint. Formulas and packing, W is [out, in] (checked against ModelOpt's
 own fake quantization by the tests):
 
-    int4_awq  W[r, c] = q[r, c] * s[r, c // g]   q int4 in -8..7; byte [r, c] of the U8 tensor holds row 2r in its
+    int4      W[r, c] = q[r, c] * s[r, c // g]   q int4 in -8..7; byte [r, c] of the U8 tensor holds row 2r in its
                                                  low nibble and row 2r + 1 in its high nibble
-    int8_sq   W[r, c] = q[r, c] * s[r]           q int8
+    int8      W[r, c] = q[r, c] * s[r]           q int8
     fp8       W[r, c] = e4m3(byte) * s           s one number
 
-and the layer computes y = (x * p) W^T with p = pre_quant_scale [in], absent where it was folded away.
+and the layer computes y = (x * p) W^T with p = pre_quant_scale [in], absent where it was folded away
+and in the weight-only formats int8_wo and int4_wo.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _codes(layer: str, weight: torch.Tensor) -> tuple[Code, tuple[int, int], npt
     raise IntegrityError(
         f"layer {layer}: weight of dtype {weight.dtype} and shape {list(weight.shape)} is of no format that the "
         "openvino target executes",
-        hint="Formats: fp8, int8_sq, int4_awq.",
+        hint="Formats: fp8, int8_sq, int8_wo, int4_awq, int4_wo.",
     )
 
 
