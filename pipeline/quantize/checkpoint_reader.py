@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pipeline.errors import IntegrityError, Unreadable
 from pipeline.quantize.reference import LinearFormat, QuantizedLinear
-from pipeline.quantize.tensor_files import FloatArray, TensorFiles
+from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo
 
 # quant_algo in the export's own config -> how a layer computes; absent means 16 bit.
 FORMAT_OF_ALGORITHM: Mapping[str | None, LinearFormat] = {
@@ -24,6 +24,30 @@ FORMAT_OF_ALGORITHM: Mapping[str | None, LinearFormat] = {
     "W4A16": "int4_wo",
 }
 CODES = frozenset({"F8_E4M3", "I8", "U8"})  # dtypes that hold codes, never numbers
+
+
+class SourceReader(Protocol):
+    """What a checkpoint was made from: a 16-bit one, or one quantized elsewhere, read as what it stands for.
+
+    Attributes:
+        config: config.json.
+        tensors: every tensor by its name in the model; of a weight quantized elsewhere, the shape alone counts.
+    """
+
+    config: dict[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name."""
+        ...
+
+    def tensor(self, name: str) -> FloatArray:
+        """Read a parameter as float32."""
+        ...
+
+    def linear(self, module: str) -> QuantizedLinear:
+        """Read one linear layer; it is of format float."""
+        ...
 
 
 class CheckpointReader(Protocol):

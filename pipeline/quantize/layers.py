@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.core.progress import Progress
-from pipeline.quantize.checkpoint_reader import CheckpointReader
+from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.diagnosis import Suspect, input_cause, step_errors, weight_cause
 from pipeline.quantize.limits import Limits
@@ -51,7 +51,7 @@ def folded_scales(source: HuggingFaceReader, reader: CheckpointReader) -> dict[s
 
 
 def check_plain_tensors(
-    source: HuggingFaceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], *, skip: frozenset[str]
+    source: SourceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], *, skip: frozenset[str]
 ) -> list[Check]:
     """Every tensor that is not quantized equals the source's after rounding to 16 bit, bit for bit.
 
@@ -62,7 +62,7 @@ def check_plain_tensors(
 
 
 def _changed(
-    source: HuggingFaceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], skip: frozenset[str]
+    source: SourceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], skip: frozenset[str]
 ) -> Iterator[tuple[str, str, str]]:
     quantized = set(reader.quantized_modules())
     tied = () if "lm_head.weight" in source.tensors else ("lm_head.weight",)

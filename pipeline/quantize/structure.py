@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from pipeline.quantize.checkpoint_reader import SourceReader
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import PACKED, LinearFormat
@@ -39,7 +40,7 @@ class Expected:
     optional: bool = False
 
 
-def check_structure(source: HuggingFaceReader, reader: HuggingFaceReader) -> list[Check]:
+def check_structure(source: SourceReader, reader: HuggingFaceReader) -> list[Check]:
     """Check everything that needs no arithmetic.
 
     Args:
@@ -57,7 +58,7 @@ def check_structure(source: HuggingFaceReader, reader: HuggingFaceReader) -> lis
     return checks
 
 
-def linear_modules(source: HuggingFaceReader) -> dict[str, tuple[int, int]]:
+def linear_modules(source: SourceReader) -> dict[str, tuple[int, int]]:
     """Linear layers of a source checkpoint, name -> (out, in): its 2-D weights but the token embedding."""
     return {
         name.removesuffix(".weight"): (info.shape[0], info.shape[1])
@@ -73,7 +74,7 @@ def is_excluded(module: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for name in around for pattern in patterns)
 
 
-def expected_tensors(source: HuggingFaceReader, reader: HuggingFaceReader) -> dict[str, Expected]:
+def expected_tensors(source: SourceReader, reader: HuggingFaceReader) -> dict[str, Expected]:
     """Every tensor of the unified Hugging Face layout for this source and the export's format."""
     linears = linear_modules(source)
     plain = "BF16" if reader.dtype == "bfloat16" else "F16"
@@ -172,7 +173,7 @@ def _bad_scales(reader: HuggingFaceReader) -> Broken:
             yield name.rpartition(".")[0], detail, "corrupted scale"
 
 
-def _bad_excludes(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broken:
+def _bad_excludes(source: SourceReader, reader: HuggingFaceReader) -> Broken:
     """Layers whose storage contradicts the exclude list, which is how an engine decides what to load."""
     if reader.format == "float":
         return
@@ -183,7 +184,7 @@ def _bad_excludes(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broke
             yield module, "the layer is quantized and the exclude list says that it is not", "exclude list too wide"
 
 
-def _wrong_config(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broken:
+def _wrong_config(source: SourceReader, reader: HuggingFaceReader) -> Broken:
     for field in CONFIG_FIELDS:
         if field not in source.config:
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,13 +123,24 @@ AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": 
 GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 
 
-def write_layers(directory: Path, settings: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Path:
-    """Write a checkpoint directory of a config and these tensors alone."""
-    from safetensors.numpy import save_file
+_DTYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8"}
 
+
+def write_layers(
+    directory: Path, settings: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], *, float8: tuple[str, ...] = ()
+) -> Path:
+    """Write a checkpoint directory of a config and these tensors alone; those in `float8` hold E4M3 bit patterns."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"quantization_config": dict(settings)}))
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, directory / "model.safetensors")
+    header: dict[str, Any] = {}
+    data = b""
+    for name, value in tensors.items():
+        raw = np.ascontiguousarray(value).tobytes()
+        dtype = "F8_E4M3" if name in float8 else _DTYPES[value.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    encoded = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
     return directory
 
 

@@ -106,14 +106,8 @@ def test_int_quantized_is_read_exactly(tmp_path: Path, weight: np.ndarray, symme
 
 
 def _write_fp8(directory: Path, config: dict[str, Any], codes: np.ndarray, others: foreign.Tensors) -> Any:
-    """A layer whose weight has dtype float8, which numpy lacks."""
-    import torch
-    from safetensors.torch import save_file
-
-    foreign.write_layers(directory, config, others)
-    tensors = {name: torch.from_numpy(value) for name, value in others.items()}
-    tensors["a.weight"] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-    save_file(tensors, directory / "model.safetensors")
+    """Write and read a layer of float8 codes."""
+    foreign.write_layers(directory, config, {"a.weight": codes} | others, float8=("a.weight",))
     return read_foreign(directory).foreign_linear("a")
 
 
@@ -151,6 +145,20 @@ def test_float_quantized_is_read_exactly(tmp_path: Path, strategy: str, rows: in
     assert np.array_equal(layer.weight(), decode_e4m3(codes) * scales)
 
 
+def test_modelopts_own_checkpoint_is_read_exactly(tmp_path: Path, weight: np.ndarray) -> None:
+    """int4 in pairs along the outputs, two's complement, low nibble first; the pre-quant scale is kept apart."""
+    rounded = foreign.round_matrix(weight, bits=4, group_size=64, symmetric=True)
+    nibbles = (rounded.codes - 8) % 16
+    tensors = {
+        "a.weight": (nibbles[0::2] + 16 * nibbles[1::2]).astype(np.uint8),
+        "a.weight_scale": rounded.scales.astype(np.float32),
+        "a.pre_quant_scale": np.linspace(0.5, 2, COLUMNS, dtype=np.float32),
+    }
+    layer = _read(tmp_path, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, tensors)
+    assert np.array_equal(layer.weight(), rounded.weight())
+    assert np.array_equal(layer.pre_quant_scale, tensors["a.pre_quant_scale"])
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=30, deadline=None)
 @given(data=st.data(), bits=st.sampled_from([2, 4, 8]))
 def test_unpacking_undoes_packing(data: st.DataObject, bits: int) -> None:
@@ -167,6 +175,7 @@ def test_unpacking_undoes_packing(data: st.DataObject, bits: int) -> None:
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {}}}, "marlin-24"),
     ],

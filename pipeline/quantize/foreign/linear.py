@@ -30,6 +30,8 @@ class ForeignLinear:
         row_block: outputs that share a scale: 1, all, or the block's height.
         input_scale: of a statically quantized activation, per tensor.
         dynamic_activations: activations are to be quantized when the model runs.
+        pre_quant_scale: float32 [in], multiplies the input; None is all ones.
+        smoothed: layers of this checkpoint may have a pre-quant scale, in the layer or in the norm in front.
         bias: float32 [out].
     """
 
@@ -41,6 +43,8 @@ class ForeignLinear:
     row_block: int = 1
     input_scale: float | None = None
     dynamic_activations: bool = False
+    pre_quant_scale: FloatArray | None = None
+    smoothed: bool = False
     bias: FloatArray | None = None
 
     def __post_init__(self) -> None:

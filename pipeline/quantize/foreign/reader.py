@@ -19,10 +19,11 @@ from pipeline.quantize.foreign.fp8 import Fp8Layout
 from pipeline.quantize.foreign.gptq import GptqLayout
 from pipeline.quantize.foreign.layout import Layout, Settings, refused
 from pipeline.quantize.foreign.linear import ForeignLinear
+from pipeline.quantize.foreign.modelopt_unified import ModelOptLayout
 from pipeline.quantize.reference import QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo, cast
 
-_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "modelopt")
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -56,6 +57,8 @@ def _layout(settings: Settings) -> Layout:
             return CompressedTensorsLayout(settings)
         case "fp8":
             return Fp8Layout(settings)
+        case "modelopt":
+            return ModelOptLayout(settings)
         case method:
             raise refused(
                 f"quant_method '{method}' is not read",
