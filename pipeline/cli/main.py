@@ -27,6 +27,10 @@ COMMANDS = {
     "verify": ("pipeline.cli.build:verify", "Build up to the proof that the checkpoint computes the same."),
     "compile": ("pipeline.cli.build:compile_", "Build up to the engine."),
     "emit": ("pipeline.cli.build:emit", "Build up to the model repository, without publishing a copy."),
+    "ladder": (
+        "pipeline.cli.ladder:ladder",
+        "Build every step of the fallback until verify; compare size and quality.",
+    ),
     "serve": ("pipeline.cli.serve:serve", "Serve a model repository on a real Triton server, on loopback."),
     "generate": ("pipeline.cli.serve:generate", "Send one prompt to a running server and stream the answer."),
     "chat": ("pipeline.cli.serve:chat", "Talk to a running server; the chat template is applied there."),
