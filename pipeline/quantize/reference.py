@@ -11,12 +11,13 @@ With W of shape [out, in] and x of shape [n, in], a quantized linear layer compu
     int8_sq    w_i8 * s[:, None]                             clamp(round(x p / a), -128, 127) * a
     int8_wo    w_i8 * s[:, None]                             x
     int4_awq   q * s, each s repeated over g inputs          x p
-    int4_wo    q * s, each s repeated over g inputs          x
+    int4_wo    (q - z) * s, each repeated over g inputs      x
     w4a8_awq   e4m3(q * s / s2) * s2                         e4m3(x p / a) * a
 
-s is `weight_scale`, s2 is `weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when
-absent), e4m3 rounds to float8 E4M3 after clamping to +-448. int4 codes are packed in pairs along *out*: byte
-[r, c] holds row 2r in its low nibble and row 2r + 1 in its high nibble, two's complement.
+s is `weight_scale`, z is `weight_zero_point` (0 when absent; only int4 made elsewhere has one), s2 is
+`weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when absent), e4m3 rounds to float8
+E4M3 after clamping to +-448. int4 codes are packed in pairs along *out*: byte [r, c] holds row 2r in its low nibble
+and row 2r + 1 in its high nibble, two's complement.
 
 A weight smoothed by p was stored as W / p: the layer computes the source's function only with both.
 """
@@ -104,6 +105,7 @@ class QuantizedLinear:
         second_scale: `weight_scale_2` (w4a8_awq): of the float8 numbers that q * s are rounded to.
         input_scale: scale of the activation per tensor (fp8, int8_sq, w4a8_awq).
         pre_quant_scale: float32 [in], multiplies the input.
+        zero_point: `weight_zero_point` (int4_wo): int8, the shape of `scale`, subtracted from the codes.
         bias: float32 [out].
     """
 
@@ -113,6 +115,7 @@ class QuantizedLinear:
     second_scale: float | None = None
     input_scale: float | None = None
     pre_quant_scale: FloatArray | None = None
+    zero_point: Array | None = None
     bias: FloatArray | None = None
 
     @property
@@ -129,7 +132,7 @@ class QuantizedLinear:
         return self.shape[1] // self.scale.shape[1]
 
     def levels(self) -> FloatArray:
-        """The codes as numbers, before any scale: float32 [out, in]."""
+        """The codes as numbers less their zero points, before any scale: float32 [out, in]."""
         match self.format:
             case "float":
                 return np.asarray(self.codes, np.float32)
@@ -138,7 +141,10 @@ class QuantizedLinear:
             case "int8_sq" | "int8_wo":
                 return self.codes.astype(np.float32)
             case "int4_awq" | "int4_wo" | "w4a8_awq":
-                return unpack_int4(self.codes).astype(np.float32)
+                levels = unpack_int4(self.codes).astype(np.float32)
+                if self.zero_point is not None:
+                    levels -= np.repeat(self.zero_point, levels.shape[1] // self.zero_point.shape[1], axis=1)
+                return levels
 
     def expanded_scale(self) -> FloatArray:
         """`scale` in a shape that broadcasts over [out, in]; one where there is none.

@@ -38,6 +38,10 @@ STORES: dict[str, tuple[dict[str, Any], Callable[[str, np.ndarray], foreign.Tens
         foreign.AWQ_CONFIG | {"zero_point": False},
         lambda name, w: foreign.awq(name, foreign.round_matrix(w, bits=4, group_size=64, symmetric=True)),
     ),
+    "awq_with_zero_points": (
+        foreign.AWQ_CONFIG,
+        lambda name, w: foreign.awq(name, foreign.round_matrix(w, bits=4, group_size=64, symmetric=False)),
+    ),
     "gptq": (
         foreign.GPTQ_CONFIG,
         lambda name, w: foreign.gptq(name, foreign.round_matrix(w, bits=4, group_size=64, symmetric=True)),
@@ -47,7 +51,7 @@ STORES: dict[str, tuple[dict[str, Any], Callable[[str, np.ndarray], foreign.Tens
         lambda name, w: foreign.packed(name, foreign.round_matrix(w, bits=8, group_size=w.shape[1], symmetric=True)),
     ),
 }
-CODES = {"awq": "i4", "gptq": "i4", "int8": "i8"}
+CODES = {"awq": "i4", "awq_with_zero_points": "u4", "gptq": "i4", "int8": "i8"}
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +75,13 @@ def _dequantized_logits(source: Path, store: str) -> np.ndarray:
     from transformers import AutoModelForCausalLM
 
     bits, group_size = (8, None) if store == "int8" else (4, 64)
+    symmetric = store != "awq_with_zero_points"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         value = parameter.detach().numpy()
         if name.endswith("_proj.weight"):
             size = group_size or value.shape[1]
-            value = foreign.round_matrix(value, bits=bits, group_size=size, symmetric=True).weight()
+            value = foreign.round_matrix(value, bits=bits, group_size=size, symmetric=symmetric).weight()
         else:
             value = value.astype(np.float16).astype(np.float32)
         parameter.data = torch.from_numpy(value)

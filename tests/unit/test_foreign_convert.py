@@ -38,6 +38,7 @@ def _packed_config(bits: int, strategy: str = "group") -> dict[str, Any]:
 
 CONVERTED = [
     (foreign.AWQ_CONFIG, foreign.awq("a", _int(4, 64)), ("int4_wo", 64)),
+    (foreign.AWQ_CONFIG, foreign.awq("a", _int(4, 64, symmetric=False)), ("int4_wo", 64)),
     (foreign.GPTQ_CONFIG, foreign.gptq("a", _int(4, 32)), ("int4_wo", 32)),
     (foreign.GPTQ_CONFIG | {"bits": 8}, foreign.gptq("a", _int(8, COLUMNS)), ("int8_wo", None)),
     (_packed_config(4), foreign.packed("a", _int(4, 128)), ("int4_wo", 128)),
@@ -57,7 +58,12 @@ def test_what_a_layout_holds_exactly_has_a_format(
 
 _MIXED = RNG.permutation(np.arange(COLUMNS) // 32)
 REFUSED = [
-    (foreign.AWQ_CONFIG, foreign.awq("a", _int(4, 64, symmetric=False)), "zero points", "zero_point: false"),
+    (
+        foreign.GPTQ_CONFIG | {"bits": 8},
+        foreign.gptq("a", _int(8, COLUMNS, symmetric=False)),
+        "zero points",
+        "zero_point: false",
+    ),
     (
         foreign.GPTQ_CONFIG,
         foreign.gptq("a", foreign.round_matrix(WEIGHT, bits=4, group_size=32, symmetric=True, group_of=_MIXED)),

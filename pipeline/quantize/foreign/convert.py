@@ -1,6 +1,7 @@
 """From a checkpoint quantized elsewhere to our QuantizedCheckpoint, code for code: nothing is rounded again.
 
-    symmetric int4 in consecutive groups of 32, 64 or 128    int4_wo; ModelOpt's own int4_awq
+    int4 in consecutive groups of 32, 64 or 128              int4_wo, with zero points where asymmetric; ModelOpt's own
+                                                             int4_awq
     symmetric int8, one scale per output                     int8_wo; with static activations int8_sq, p = 1
     FP8, one scale per weight, static activations            fp8
 
@@ -29,6 +30,7 @@ from pipeline.quantize.foreign.reader import ForeignReader, read_foreign
 from pipeline.quantize.formats import GROUP_SIZES
 from pipeline.quantize.reference import pack_int4
 from pipeline.quantize.structure import linear_modules
+from pipeline.quantize.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +89,8 @@ def identify(directory: Path) -> Made:
 
 def _obstacle(layer: ForeignLinear) -> str:
     """Why no format holds a layer exactly; empty where one does."""
-    if not layer.symmetric:
-        return f"has zero points (asymmetric {layer.element}); only symmetric weights have a layout here."
+    if not layer.symmetric and layer.element != "int4":
+        return f"has zero points (asymmetric {layer.element}); only int4 weights have them here."
     if layer.element == "e4m3":
         found = {
             "is FP8 with a scale per block or channel; fp8 has one scale per weight.": layer.scales.size != 1,
@@ -197,7 +199,10 @@ def _unified(layer: ForeignLinear, format_: Format, dtype: torch.dtype) -> dict[
     if layer.pre_quant_scale is not None:
         smoothing["pre_quant_scale"] = torch.from_numpy(layer.pre_quant_scale).to(dtype)
     if layer.element == "int4":
-        return {"weight": torch.from_numpy(pack_int4(layer.signed())), "weight_scale": scale} | smoothing
+        packed = {"weight": torch.from_numpy(pack_int4(layer.signed())), "weight_scale": scale} | smoothing
+        if layer.zero_points is not None and not layer.symmetric:
+            packed["weight_zero_point"] = torch.from_numpy((layer.zero_points - 8).astype(np.int8))
+        return packed
     rows, columns = layer.shape
     per_row = scale.expand(rows, 1).reshape(rows).clone()
     tensors = {"weight": torch.from_numpy(layer.signed()), "weight_scale": per_row}
@@ -251,6 +256,7 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor] | 
 
 def _write_configs(hf: Path, reader: ForeignReader, made: Made, excluded: list[str]) -> None:
     algorithm = _ALGORITHM[made.format]
+    has_zero_point = any(name.endswith(".weight_zero_point") for name in TensorFiles(hf))
     producer = {"name": f"converted from {reader.method}", "version": version("trtpipe")}
     quantization: dict[str, Any] = {
         "quant_algo": algorithm,
@@ -258,7 +264,7 @@ def _write_configs(hf: Path, reader: ForeignReader, made: Made, excluded: list[s
         "exclude_modules": excluded,
     }
     if made.group_size is not None:
-        quantization |= {"group_size": made.group_size, "has_zero_point": False}
+        quantization |= {"group_size": made.group_size, "has_zero_point": has_zero_point}
         quantization["pre_quant_scale"] = made.format == "int4_awq"
     write_json(hf / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
     config = {key: value for key, value in reader.config.items() if key not in {"_name_or_path", "torch_dtype"}}

@@ -89,7 +89,7 @@ class ForeignLinear:
         return self.shape[1] // self.scales.shape[1]
 
     def signed(self) -> npt.NDArray[np.int8]:
-        """The codes of a symmetric integer layer as signed integers, int8 [out, in]."""
+        """The codes of an integer layer lowered by half their range, as signed integers: int8 [out, in]."""
         middle = 2 ** (BITS[self.element] - 1)
         return np.asarray(self.codes.astype(np.int16) - middle, np.int8)
 
