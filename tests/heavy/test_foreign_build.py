@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.config.schema import VerifyConfig
+from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
+from pipeline.core.progress import Silent
+from pipeline.errors import VerificationError
+from pipeline.quantize.foreign.convert import convert, identify
+from pipeline.quantize.verify import verify
 from pipeline.targets.openvino.choices import EXACT_PROPERTIES
 from tests.support import foreign
 from tests.support.checkpoints import tiny_llama
@@ -121,6 +128,60 @@ def test_the_engine_computes_what_the_foreign_checkpoint_means(source: Path, tmp
     assert report["not_run"][0].startswith("end to end")
 
 
+def _static_fp8(name: str, w: np.ndarray) -> foreign.Tensors:
+    import torch
+
+    scale = np.float32(np.abs(w).max() / 448)
+    codes = torch.from_numpy(w / scale).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    scales = {f"{name}.weight_scale": np.array(scale), f"{name}.input_scale": np.array(0.02, np.float32)}
+    return {f"{name}.weight": codes} | scales
+
+
+def _int8(name: str, w: np.ndarray, *, static: bool) -> foreign.Tensors:
+    rounded = foreign.round_matrix(w, bits=8, group_size=w.shape[1], symmetric=True)
+    tensors = {f"{name}.weight": (rounded.codes - 128).astype(np.int8), f"{name}.weight_scale": rounded.scales}
+    return tensors | ({f"{name}.input_scale": np.array([0.02], np.float32)} if static else {})
+
+
+def _asymmetric(name: str, w: np.ndarray) -> foreign.Tensors:
+    return foreign.packed(name, foreign.round_matrix(w, bits=4, group_size=32, symmetric=False), symmetric=False)
+
+
+INT_QUANTIZED = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": INT8_GROUPS}
+ASYMMETRIC = foreign.config_groups(4, strategy="group", group_size=32, symmetric=False)
+CONVERTED: list[tuple[dict[str, Any], Callable[[str, np.ndarray], foreign.Tensors], str]] = [
+    ({"quant_method": "fp8", "activation_scheme": "static"}, _static_fp8, "fp8"),
+    (INT_QUANTIZED, partial(_int8, static=True), "int8_sq"),
+    (INT_QUANTIZED, partial(_int8, static=False), "int8_wo"),
+    (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": ASYMMETRIC},
+        _asymmetric,
+        "int4_wo",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "store", "format_"), CONVERTED)
+def test_a_conversion_is_proven_against_the_16_bit_model(
+    source: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    store: Callable[[str, np.ndarray], foreign.Tensors],
+    format_: str,
+) -> None:
+    """Every weight is the source's own, and the whole model is near the reference."""
+    made = SourceCheckpoint(path=foreign.quantize_checkpoint(source, tmp_path / "a", config, store), digest="sha256:0")
+    what = identify(made.path)
+    assert what.format == format_
+    convert(made, what, kv_cache="auto", out=tmp_path / "out", progress=Silent())
+    (tmp_path / "report").mkdir()
+    converted = QuantizedCheckpoint(path=tmp_path / "out", digest="sha256:1")
+    limits = VerifyConfig(num_tokens=64, reference=source, min_top1_agreement=0.1)
+    verify(made, converted, limits, out=tmp_path / "report", progress=Silent())
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["end_to_end"]["mean_kl_nats"] < 0.1
+
+
 def test_a_reference_gives_the_end_to_end_figures(source: Path, tmp_path: Path) -> None:
     """Perplexity and agreement against the 16-bit model that the config names."""
     config = _project(tmp_path, source, "gptq", reference=True)
@@ -132,13 +193,6 @@ def test_a_reference_gives_the_end_to_end_figures(source: Path, tmp_path: Path) 
 def test_a_changed_conversion_is_found(source: Path, tmp_path: Path) -> None:
     """Verification decodes the source by itself: one changed code in the converted checkpoint is named."""
     from safetensors.torch import load_file, save_file
-
-    from pipeline.config.schema import VerifyConfig
-    from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
-    from pipeline.core.progress import Silent
-    from pipeline.errors import VerificationError
-    from pipeline.quantize.foreign.convert import convert, identify
-    from pipeline.quantize.verify import verify
 
     _project(tmp_path, source, "gptq")
     made = SourceCheckpoint(path=tmp_path / "checkpoint", digest="sha256:" + "0" * 64)

@@ -132,7 +132,13 @@ def write_layers(
     """Write a checkpoint directory of a config and these tensors alone; those in `float8` hold E4M3 bit patterns."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({"quantization_config": dict(settings)}))
-    header: dict[str, Any] = {}
+    _write_tensors(directory / "model.safetensors", tensors, float8)
+    return directory
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, NDArray[Any]], float8: tuple[str, ...]) -> None:
+    """Write a safetensors file by hand; numpy has no float8."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, value in tensors.items():
         raw = np.ascontiguousarray(value).tobytes()
@@ -140,8 +146,7 @@ def write_layers(
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     encoded = json.dumps(header).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
-    return directory
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
 
 def quantize_checkpoint(
@@ -150,8 +155,11 @@ def quantize_checkpoint(
     settings: Mapping[str, Any],
     store: Callable[[str, NDArray[np.float32]], Tensors],
 ) -> Path:
-    """Copy a float32 checkpoint; every linear layer but lm_head as `store` writes it, the rest as float16."""
-    from safetensors.numpy import load_file, save_file
+    """Copy a float32 checkpoint; every linear layer but lm_head as `store` writes it, the rest as float16.
+
+    A uint8 `weight` holds E4M3 bit patterns.
+    """
+    from safetensors.numpy import load_file
 
     shutil.copytree(source, out)
     tensors: Tensors = {}
@@ -160,7 +168,8 @@ def quantize_checkpoint(
             tensors |= store(name.removesuffix(".weight"), value)
         else:
             tensors[name] = value.astype(np.float16)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    float8 = tuple(name for name, value in tensors.items() if name.endswith(".weight") and value.dtype == np.uint8)
+    _write_tensors(out / "model.safetensors", tensors, float8)
     config = json.loads((source / "config.json").read_text())
     config |= {"dtype": "float16", "quantization_config": dict(settings)}
     (out / "config.json").write_text(json.dumps(config))
