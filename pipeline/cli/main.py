@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": ("pipeline.cli.serve:serve", "Serve a model repository on a real Triton server, on loopback."),
     "generate": ("pipeline.cli.serve:generate", "Send one prompt to a running server and stream the answer."),
     "chat": ("pipeline.cli.serve:chat", "Talk to a running server; the chat template is applied there."),
+    "gate": ("pipeline.cli.gate:gate", "Ask a running deployment the same in every way; streamed, warm, batched."),
     "check": ("pipeline.cli.repository:check", "Validate any LLM model repository, offline; prints every problem."),
     "migrate": ("pipeline.cli.repository:migrate", "Replace an engine repository by its LLM API successor."),
     "explain": ("pipeline.cli.explain:explain", "Turn the log of a failed stage into cause and next step."),

@@ -116,13 +116,13 @@ class Verdict:
             raise refusal(self.outcome, "the checkpoint does not pass its quality gate", problems)
 
 
-def refusal(outcome: Outcome, message: str, problems: list[Problem]) -> TrtpipeError:
-    """Return the error of a gate that did not pass."""
+def refusal(outcome: Outcome, message: str, problems: list[Problem], *, hint: str = "") -> TrtpipeError:
+    """Return the error of a gate that did not pass; `hint` takes the place of what helps a build."""
     if outcome == "fail":
-        hint = "Take a safer format, exclude sensitive layers, or list steps to try under 'fallback'."
-        return GateFailed(message, problems=problems, hint=hint)
-    hint = "Raise quality.num_tokens (verify.dataset holds the text), or set quality.inconclusive: accept."
-    return MeasurementError(f"{message}: the measurement cannot tell", problems=problems, hint=hint)
+        safer = "Take a safer format, exclude sensitive layers, or list steps to try under 'fallback'."
+        return GateFailed(message, problems=problems, hint=hint or safer)
+    longer = "Raise quality.num_tokens (verify.dataset holds the text), or set quality.inconclusive: accept."
+    return MeasurementError(f"{message}: the measurement cannot tell", problems=problems, hint=hint or longer)
 
 
 def judge(report: Mapping[str, Any], quality: QualityConfig) -> Verdict:
