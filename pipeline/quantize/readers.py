@@ -113,7 +113,7 @@ class HuggingFaceReader:
         if not self.has_tensor(weight):
             raise IntegrityError(f"{self.directory} lacks tensor {weight}.")
         kind = self._kind(self.tensors[self._stored_name(weight)].dtype)
-        zero_point = f"{module}.weight_zero_point"
+        zero_point, order = f"{module}.weight_zero_point", f"{module}.weight_input_order"
         if kind == "float":
             return QuantizedLinear(format=kind, codes=self.tensor(weight), bias=stored_bias)
         return QuantizedLinear(
@@ -124,6 +124,7 @@ class HuggingFaceReader:
             input_scale=self._scalar(f"{module}.input_scale"),
             pre_quant_scale=self._optional(f"{module}.pre_quant_scale"),
             zero_point=self.tensors.raw(zero_point) if zero_point in self.tensors else None,
+            input_order=self.tensors.raw(order) if order in self.tensors else None,
             bias=stored_bias,
         )
 

@@ -106,6 +106,8 @@ class QuantizedLinear:
         input_scale: scale of the activation per tensor (fp8, int8_sq, w4a8_awq).
         pre_quant_scale: float32 [in], multiplies the input.
         zero_point: `weight_zero_point` (int4_wo): int8, the shape of `scale`, subtracted from the codes.
+        input_order: `weight_input_order` (int4_wo): int32 [in], the input that each stored column belongs to; None
+            where they are in order. Act-order mixes the groups, and only columns sorted by group have groups.
         bias: float32 [out].
     """
 
@@ -116,6 +118,7 @@ class QuantizedLinear:
     input_scale: float | None = None
     pre_quant_scale: FloatArray | None = None
     zero_point: Array | None = None
+    input_order: Array | None = None
     bias: FloatArray | None = None
 
     @property
@@ -170,7 +173,8 @@ class QuantizedLinear:
     @cached_property
     def grid_weight(self) -> FloatArray:
         """Codes times scale, float32 [out, in]: the value that each weight was rounded to; decoded once per object."""
-        return self.levels() * self.expanded_scale()
+        stored = self.levels() * self.expanded_scale()
+        return stored if self.input_order is None else stored[:, np.argsort(self.input_order)]
 
     @cached_property
     def weight(self) -> FloatArray:

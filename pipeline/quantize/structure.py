@@ -117,7 +117,11 @@ def _quantized_tensors(
         "int8_sq": {**per_row, "input_scale": scalar, "pre_quant_scale": smoothing},
         "int8_wo": per_row,
         "int4_awq": {**grouped, "pre_quant_scale": smoothing},
-        "int4_wo": {**grouped, "weight_zero_point": Expected(dtypes=("I8",), shape=(rows, groups), optional=True)},
+        "int4_wo": {
+            **grouped,
+            "weight_zero_point": Expected(dtypes=("I8",), shape=(rows, groups), optional=True),
+            "weight_input_order": Expected(dtypes=("I32",), shape=(columns,), optional=True),
+        },
         "w4a8_awq": {**grouped, "pre_quant_scale": smoothing, "weight_scale_2": scalar, "input_scale": scalar},
     }
     return {f"{module}.{suffix}": tensor for suffix, tensor in per_format[reader.format].items()}

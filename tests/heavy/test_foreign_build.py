@@ -39,6 +39,12 @@ serving:
 """
 IDS = np.random.default_rng(3).integers(3, 512, 40).tolist()
 
+
+def _mixed_groups(name: str, columns: int) -> np.ndarray:
+    """Act-order: each input's group of 64, mixed differently in each layer."""
+    return np.random.default_rng(len(name)).permutation(np.arange(columns) // 64)
+
+
 INT8_GROUPS = foreign.config_groups(8, strategy="channel", group_size=None)
 STORES: dict[str, tuple[dict[str, Any], Callable[[str, np.ndarray], foreign.Tensors]]] = {
     "awq": (
@@ -53,12 +59,21 @@ STORES: dict[str, tuple[dict[str, Any], Callable[[str, np.ndarray], foreign.Tens
         foreign.GPTQ_CONFIG,
         lambda name, w: foreign.gptq(name, foreign.round_matrix(w, bits=4, group_size=64, symmetric=True)),
     ),
+    "gptq_act_order": (
+        foreign.GPTQ_CONFIG | {"desc_act": True},
+        lambda name, w: foreign.gptq(
+            name,
+            foreign.round_matrix(
+                w, bits=4, group_size=64, symmetric=True, group_of=_mixed_groups(f"{name}.weight", w.shape[1])
+            ),
+        ),
+    ),
     "int8": (
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": INT8_GROUPS},
         lambda name, w: foreign.packed(name, foreign.round_matrix(w, bits=8, group_size=w.shape[1], symmetric=True)),
     ),
 }
-CODES = {"awq": "i4", "awq_with_zero_points": "u4", "gptq": "i4", "int8": "i8"}
+CODES = {"gptq_act_order": "i4", "awq": "i4", "awq_with_zero_points": "u4", "gptq": "i4", "int8": "i8"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +103,9 @@ def _dequantized_logits(source: Path, store: str) -> np.ndarray:
         value = parameter.detach().numpy()
         if name.endswith("_proj.weight"):
             size = group_size or value.shape[1]
-            value = foreign.round_matrix(value, bits=bits, group_size=size, symmetric=symmetric).weight()
+            mixed = _mixed_groups(name, value.shape[1]) if store == "gptq_act_order" else None
+            rounded = foreign.round_matrix(value, bits=bits, group_size=size, symmetric=symmetric, group_of=mixed)
+            value = rounded.weight()
         else:
             value = value.astype(np.float16).astype(np.float32)
         parameter.data = torch.from_numpy(value)

@@ -1,7 +1,7 @@
 """From a checkpoint quantized elsewhere to our QuantizedCheckpoint, code for code: nothing is rounded again.
 
-    int4 in consecutive groups of 32, 64 or 128              int4_wo, with zero points where asymmetric; ModelOpt's own
-                                                             int4_awq
+    int4 in groups of equal size, 32, 64 or 128              int4_wo, with zero points where asymmetric, and columns
+                                                             sorted by group after act-order; ModelOpt's int4_awq
     symmetric int8, one scale per output                     int8_wo; with static activations int8_sq, p = 1
     FP8, one scale per weight, static activations            fp8
 
@@ -99,7 +99,8 @@ def _obstacle(layer: ForeignLinear) -> str:
     else:
         int4 = layer.element == "int4"
         found = {
-            "has groups out of order (act-order, desc_act), which no engine here gathers.": not layer.ordered,
+            "has groups of unequal size (act-order).": layer.input_order() is None,
+            "has int8 weights in groups out of order (act-order).": not int4 and not layer.ordered,
             f"has one scale per {layer.group_size} inputs; groups are 32, 64 or 128.": int4
             and layer.group_size not in GROUP_SIZES,
             "has an odd number of outputs; int4 packs pairs.": int4 and layer.shape[0] % 2 != 0,
@@ -122,7 +123,7 @@ def _format_of(layer: ForeignLinear) -> tuple[Format, int | None]:
 def _cannot(reader: ForeignReader, problems: list[Problem]) -> ConfigError:
     hints = {
         "zero points": "Quantize it with symmetric weights (zero_point: false, sym: true), ",
-        "out of order": "Quantize it without act-order (desc_act: false), ",
+        "act-order": "Quantize it without act-order (desc_act: false), ",
         "FP8": "Quantize it to FP8 per tensor with static activations, ",
     }
     hint = next((words for key, words in hints.items() if key in problems[0].message), "Quantize it otherwise, ")
@@ -199,7 +200,11 @@ def _unified(layer: ForeignLinear, format_: Format, dtype: torch.dtype) -> dict[
     if layer.pre_quant_scale is not None:
         smoothing["pre_quant_scale"] = torch.from_numpy(layer.pre_quant_scale).to(dtype)
     if layer.element == "int4":
-        packed = {"weight": torch.from_numpy(pack_int4(layer.signed())), "weight_scale": scale} | smoothing
+        levels, order = layer.signed(), layer.input_order()
+        if order is not None and not layer.ordered:
+            levels = np.ascontiguousarray(levels[:, order])
+            smoothing["weight_input_order"] = torch.from_numpy(order)
+        packed = {"weight": torch.from_numpy(pack_int4(levels)), "weight_scale": scale} | smoothing
         if layer.zero_points is not None and not layer.symmetric:
             packed["weight_zero_point"] = torch.from_numpy((layer.zero_points - 8).astype(np.int8))
         return packed

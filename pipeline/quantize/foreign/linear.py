@@ -85,8 +85,19 @@ class ForeignLinear:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale, where `ordered`."""
+        """Inputs that share a scale, where all groups are of one size."""
         return self.shape[1] // self.scales.shape[1]
+
+    def input_order(self) -> npt.NDArray[np.int32] | None:
+        """The inputs sorted by group, int32 [in]: columns in this order have consecutive groups of equal size.
+
+        None where groups are of unequal size, as no order helps there.
+        """
+        order = np.argsort(self.group_of_input, kind="stable").astype(np.int32)
+        columns, groups = self.shape[1], self.scales.shape[1]
+        regular = columns % groups == 0
+        regular = regular and np.array_equal(self.group_of_input[order], consecutive(columns, columns // groups))
+        return order if regular else None
 
     def signed(self) -> npt.NDArray[np.int8]:
         """The codes of an integer layer lowered by half their range, as signed integers: int8 [out, in]."""

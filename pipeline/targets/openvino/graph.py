@@ -125,6 +125,7 @@ def insert_weights(model: ov.Model, checkpoint: Checkpoint, layers: Sequence[str
     matmuls = linear_matmuls(model)
     problems = []
     smoothed: dict[tuple[str, int, bytes], ov.Output] = {}
+    ordered: dict[tuple[str, int, bytes], ov.Output] = {}
     with progress.track("low-bit weights", len(layers), "layers") as advance:
         for layer in layers:
             weight = checkpoint.read_layer(layer)
@@ -134,6 +135,7 @@ def insert_weights(model: ov.Model, checkpoint: Checkpoint, layers: Sequence[str
                 continue
             _replace_weight(matmuls[layer], weight)
             _smooth_input(matmuls[layer], weight, known=smoothed)
+            _order_input(matmuls[layer], weight, known=ordered)
             advance(1)
     if problems:
         raise ToolError(
@@ -205,6 +207,22 @@ def _smooth_input(matmul: ov.Node, weight: QuantizedWeight, *, known: dict[tuple
         factor = ops.constant(weight.pre_quant_scale[None, None, :], dtype=np.float32)
         factor.set_friendly_name(f"{weight.layer}.pre_quant_scale")
         known[key] = ops.multiply(source, factor).output(0)
+    matmul.input(0).replace_source_output(known[key])
+
+
+def _order_input(matmul: ov.Node, weight: QuantizedWeight, *, known: dict[tuple[str, int, bytes], ov.Output]) -> None:
+    """Put the layer's inputs in the order of its columns; layers that read one tensor in one order share it."""
+    import numpy as np
+    from openvino import opset13 as ops
+
+    if weight.input_order is None:
+        return
+    source = matmul.input(0).get_source_output()
+    key = (source.get_node().get_friendly_name(), source.get_index(), weight.input_order.tobytes())
+    if key not in known:
+        order = ops.constant(weight.input_order, dtype=np.int32)
+        order.set_friendly_name(f"{weight.layer}.weight_input_order")
+        known[key] = ops.gather(source, order, ops.constant(np.array(-1, np.int64))).output(0)
     matmul.input(0).replace_source_output(known[key])
 
 

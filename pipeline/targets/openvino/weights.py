@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 Code = Literal["i4", "u4", "i8", "f8e4m3"]
 INT4: frozenset[Code] = frozenset({"i4", "u4"})
 
-_SUFFIXES = ("weight_zero_point", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+_SUFFIXES = (
+    "weight_input_order",
+    "weight_zero_point",
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "pre_quant_scale",
+)
 _KV_SUFFIXES = ("k_scale", "v_scale")
 
 
@@ -48,6 +55,7 @@ class QuantizedWeight:
         scales: float32; i4 and u4 [out, in / group_size], i8 [out, 1], f8e4m3 [1, 1].
         pre_quant_scale: float32 [in] that multiplies the layer's input, or None.
         zero_points: u4: uint8, the shape of `scales`, subtracted from the codes; None otherwise.
+        input_order: int32 [in], the input that each column of `codes` belongs to, or None for columns in order.
         input_scale: static activation scale a (x is rounded to multiples of a), or None.
     """
 
@@ -59,6 +67,7 @@ class QuantizedWeight:
     pre_quant_scale: npt.NDArray[np.float32] | None
     input_scale: float | None
     zero_points: npt.NDArray[np.uint8] | None = None
+    input_order: npt.NDArray[np.int32] | None = None
 
     @property
     def group_size(self) -> int:
@@ -109,7 +118,7 @@ class Checkpoint:
 
         weight, scale = self.tensor(f"{layer}.weight"), self.tensor(f"{layer}.weight_scale")
         code, shape, codes = _codes(layer, weight)
-        zero_point = self.optional(f"{layer}.weight_zero_point")
+        zero_point, order = self.optional(f"{layer}.weight_zero_point"), self.optional(f"{layer}.weight_input_order")
         if zero_point is not None:
             # Raising a code of two's complement by 8 flips the highest bit of its nibble.
             code, codes = "u4", np.bitwise_xor(codes.view(np.uint8), np.uint8(0x88))
@@ -123,6 +132,7 @@ class Checkpoint:
             pre_quant_scale=None if smoothing is None else smoothing.float().reshape(-1).numpy(),
             input_scale=None if activation is None else float(activation),
             zero_points=None if zero_point is None else (zero_point + 8).numpy().astype("uint8"),
+            input_order=None if order is None else order.numpy(),
         )
 
     def plain_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,7 +167,8 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     else:
         values = torch.from_numpy(weight.codes).view(torch.float8_e4m3fn).float()
     scales = torch.from_numpy(np.ascontiguousarray(weight.scales))
-    return (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, columns)
+    stored = (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, columns)
+    return stored if weight.input_order is None else stored[:, np.argsort(weight.input_order)]
 
 
 def _codes(layer: str, weight: torch.Tensor) -> tuple[Code, tuple[int, int], npt.NDArray[np.generic]]:
