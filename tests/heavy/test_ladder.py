@@ -118,3 +118,13 @@ def test_tasks_are_answered_by_both_models(project: Path, tmp_path: Path) -> Non
     assert task["file"] == "task.jsonl"
     assert len(task["source"]) == 10
     assert task["source"] == task["quantized"]
+
+
+def test_a_step_that_cannot_be_built_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:
+    """`config check` and `build` name the step's own line; nothing is quantized."""
+    config = tmp_path / "impossible.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nfallback:\n  - quantization: {{format: w4a8_awq}}\n")
+    for command in (("config", "check"), ("build",)):
+        outcome = trtpipe(*command, config, cwd=tmp_path, code=3)
+        assert "impossible.yaml:3 quantization.format: w4a8_awq" in outcome.stderr
+    assert not list((tmp_path / ".trtpipe").rglob("quantization.json"))
