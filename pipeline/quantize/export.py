@@ -11,6 +11,8 @@ for the files:
   folded weight is rounded to 16 bit first and p is taken back from it, so this is exact as well;
 - in the TensorRT-LLM export, and in w4a8_awq always, layers that read the same tensor share scalar ranges
   (ModelOpt merges them);
+- where weights are clipped, each group keeps the share of its range that was found best, although its
+  weights were rescaled by the shared p (ModelOpt's exporter would forget it);
 - weights are moved onto the quantization grid, by the exporter's own rounding (modelopt.snap_weights).
 
 ModelOpt's exporters then find nothing left to change. Weights are packed from float32, and only
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.schema import QuantizationConfig
 from pipeline.errors import ConfigError, Problem
 from pipeline.quantize import modelopt
-from pipeline.quantize.formats import traits
+from pipeline.quantize.formats import clips_weights, traits
 
 if TYPE_CHECKING:
     import torch
@@ -129,12 +131,14 @@ def settle(
     groups = [group for group in find_shared_inputs(model) if group.quantized]
     settled = Settled(norm_offset=_norm_offset(model, groups))
     if made.smoothed:
+        clipping = modelopt.take_clipping(model) if clips_weights(quantization) else {}
         fold = made.grouped and export == "hf"
         if fold:
             _refuse_mixed(groups)
         for group in groups:
             _share_pre_quant_scale(model, group, settled, fold=fold, dtype=dtype)
         modelopt.recalibrate(model, forward_loop if made.static_activations else None)
+        modelopt.apply_clipping(model, clipping)
     if export == "trtllm" or (made.grouped and made.static_activations):
         for group in groups:
             _share_scalar_ranges(model, group)

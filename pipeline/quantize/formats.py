@@ -61,6 +61,11 @@ _INT8_PER_TENSOR: dict[str, Any] = {"num_bits": 8, "axis": None}
 _INT8_PER_CHANNEL: dict[str, Any] = {"num_bits": 8, "axis": 0}
 
 
+def clips_weights(quantization: QuantizationConfig) -> bool:
+    """Whether ranges are narrower than the weights, so that the largest ones are cut to the last code."""
+    return quantization.format == "int4_awq" and quantization.awq != "lite"
+
+
 def needs_text(quantization: QuantizationConfig, *, export: str) -> bool:
     """Whether text is fed at all: to observers, or once, for the rows that `probes` records of quantized layers."""
     return traits(quantization.format, export=export).quantized or needs_calibration(quantization, export=export)
@@ -204,7 +209,9 @@ def _format_entries(
         "int8_sq": dict(_INT8_PER_TENSOR),
         "w4a8_awq": dict(_E4M3_PER_TENSOR),
     }
-    awq = {"method": "awq_lite", "alpha_step": 0.1}
+    awq: dict[str, Any] = {"method": f"awq_{quantization.awq}"}
+    if quantization.awq != "clip":
+        awq["alpha_step"] = 0.1
     algorithms: Mapping[Format, dict[str, Any]] = {
         "int8_sq": {"method": "smoothquant", "alpha": quantization.smoothquant_alpha},
         "int4_awq": awq,

@@ -147,11 +147,10 @@ def with_folded_scale(module: str, layer: QuantizedLinear, folded: Mapping[str, 
 def _check_weight(
     module: str, layer: QuantizedLinear, source: FloatArray, limits: Limits, *, folded: bool
 ) -> list[Check]:
-    suspect = Suspect(layer=layer, source=source, max_step_error=limits.max_step_error)
-    target, p = suspect.target, layer.pre_quant_scale
-    difference = layer.weight - target
-    error = norm(difference if p is None else difference * p) / max(norm(source), _TINY)
-    worst = float(step_errors(layer, target).max())
+    suspect = Suspect(layer=layer, source=source, max_step_error=limits.max_step_error, max_clip=limits.max_clip)
+    p = layer.pre_quant_scale
+    error = norm((layer.weight if p is None else layer.weight * p) - source) / max(norm(source), _TINY)
+    worst = float(step_errors(layer, suspect.target).max())
     step = Check(name="weight.max_step_error", layer=module, value=worst, limit=limits.max_step_error)
     whole = Check(name="weight.relative_l2", layer=module, value=error, limit=limits.max_weight_error)
     if not step.passed:

@@ -39,6 +39,7 @@ class Limits:
         max_weight_error: relative L2 error of a weight against the source's.
         max_fake_quant_error: relative L2 error of a layer against what ModelOpt computed for it.
         max_layer_error: relative L2 error of a layer against the source's layer.
+        max_clip: how far a weight may lie beyond the largest code, as a multiple of it; 1 where nothing is clipped.
         max_kl: mean KL divergence of the predictions in nats.
         min_top1_agreement: share of equal most likely tokens.
         max_perplexity_increase: relative, 0.1 is 10 %.
@@ -51,7 +52,11 @@ class Limits:
     max_kl: float
     min_top1_agreement: float
     max_perplexity_increase: float
+    max_clip: float = 1.0
 
+
+# The smallest share of a group's range that ModelOpt 0.47 tries is 0.5 (awq_clip's min_clip_ratio).
+CLIPPED = 2.0
 
 LIMITS: Mapping[LinearFormat, Limits] = {
     "float": Limits(

@@ -318,7 +318,8 @@ def _finish_trtllm(job: _Job, directory: Path) -> None:
 
 
 def _describe(job: _Job, settled: writing.Settled) -> dict[str, Any]:
-    return {
+    smoothed = {"awq": job.quantization.awq} if job.made.grouped and job.made.smoothed else {}
+    return smoothed | {
         "format": job.quantization.format,
         "group_size": job.quantization.group_size if job.made.grouped else None,
         "smoothquant_alpha": job.quantization.smoothquant_alpha if job.quantization.format == "int8_sq" else None,

@@ -27,7 +27,15 @@ pytestmark = pytest.mark.heavy
 Tensors = dict[str, torch.Tensor]
 CALIBRATION = CalibrationConfig(num_samples=4, max_seq_len=64, batch_size=2)
 # Against the exported tensors decoded here: float32 sums, and for activations rare rounding ties.
-LIMITS = {"fp8": 1e-3, "int8_sq": 1e-3, "int8_wo": 1e-5, "int4_awq": 1e-5, "int4_wo": 1e-5}
+LIMITS = {
+    "fp8": 1e-3,
+    "int8_sq": 1e-3,
+    "int8_wo": 1e-5,
+    "int4_awq": 1e-5,
+    "int4_awq clip": 1e-5,
+    "int4_awq full": 1e-5,
+    "int4_wo": 1e-5,
+}
 
 
 def _run(source: Path, out: Path, *, export: Export = "hf", tensor_parallel_size: int = 1, **fields: object) -> Path:
@@ -81,7 +89,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoints(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """Quantize the source once to each format."""
     root = tmp_path_factory.mktemp("quantized")
-    return {name: _open(_run(source, root / name, format=name)) for name in LIMITS}
+    made = {}
+    for name in LIMITS:
+        form, _, awq = name.partition(" ")
+        made[name] = _open(_run(source, root / name, format=form, awq=awq or "lite"))
+    return made
 
 
 def _pre_quant_scale(checkpoint: Checkpoint, source_weights: Tensors, layer: str) -> torch.Tensor | float:

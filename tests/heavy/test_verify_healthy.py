@@ -54,6 +54,18 @@ def test_a_tensorrt_llm_export_passes(format_: Format, tmp_path: Path) -> None:
     assert report["summary"]["quantized_layers"] == (14 if format_ in QUANTIZED else 0)
 
 
+@pytest.mark.parametrize(("awq", "export"), [("clip", "hf"), ("full", "hf"), ("full", "trtllm")])
+def test_clipped_weights_pass_where_the_record_says_so(awq: str, export: str, tmp_path: Path) -> None:
+    """The largest weights of a group lie beyond its last code; that is a fault in a checkpoint that does not clip."""
+    quantized = tiny_quantized("int4_awq", tmp_path / "quantized", export, awq=awq)
+    verify(tiny_source(), quantized, held_text(), out=tmp_path, progress=Silent())
+    record = json.loads((quantized.path / "quantization.json").read_text())
+    assert record["awq"] == awq
+    (quantized.path / "quantization.json").write_text(json.dumps(record | {"awq": "lite"}))
+    with pytest.raises(VerificationError, match="nearest code"):
+        verify(tiny_source(), quantized, held_text(), out=tmp_path, progress=Silent())
+
+
 @pytest.mark.parametrize("format_", ["bf16", "fp16"])
 def test_a_16_bit_export_is_exact(format_: Format, tmp_path: Path) -> None:
     """What only was rounded to 16 bit predicts exactly as the rounded source."""
