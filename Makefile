@@ -1,8 +1,8 @@
 # Everything anyone types: make demo, make test. The rest is for people who work on trtpipe.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-CONFIG := build_configs/smollm2-135m/int8-sq-openvino-cpu.yaml
-REPOSITORY := build/smollm2-135m-int8-sq
+CONFIG := build_configs/smollm2-135m/int8-wo-openvino-cpu.yaml
+REPOSITORY := build/smollm2-135m-int8
 
 .PHONY: demo test test-fast lint format clean
 

@@ -16,6 +16,8 @@
     ├── ServeError           8   the server did not become ready
     │   ├── PortInUse       27   a port is taken by another process
     │   └── ServerDied      28   tritonserver exited while loading or serving
+    ├── MeasurementError     9   a measurement cannot tell what was asked of it
+    ├── GateFailed          10   a sound measurement found less quality than allowed: a verdict, not a fault
     ├── RequestError        29   a running server refused or failed a request
     ├── StoreBusy           75   another live build holds the lock; safe to try again
     └── Interrupted        130   stopped by the user; partial work discarded
@@ -177,6 +179,18 @@ class ServerDied(ServeError):
     """tritonserver exited while loading or serving."""
 
     exit_code = 28
+
+
+class MeasurementError(TrtpipeError):
+    """A measurement is invalid, or its confidence interval lies on both sides of the limit."""
+
+    exit_code = 9
+
+
+class GateFailed(TrtpipeError):
+    """A sound measurement found less quality than the config allows: a verdict, not a fault."""
+
+    exit_code = 10
 
 
 class RequestError(TrtpipeError):

@@ -1,7 +1,7 @@
 """The product in one file: every stage of a build, in order, and what each depends on.
 
     BuildConfig ─ resolve ─▶ SourceCheckpoint ─ quantize ─▶ QuantizedCheckpoint ─ verify ─▶ VerificationReport
-                                                                  │
+                                                                  │                 gate ─▶ QualityVerdict
                                                                compile ─▶ Engine ─ emit ─▶ ModelRepository
 
 `resolve` finds the checkpoint and refuses what cannot work, before anything heavy starts. Every other
@@ -14,22 +14,25 @@ The rooms (checkpoints, quantize, targets, triton) do not know each other; they 
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.checkpoints.architecture import Architecture
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
-from pipeline.config import legality
+from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
-from pipeline.config.schema import BuildConfig
+from pipeline.config.rules import has_groups
+from pipeline.config.schema import BuildConfig, SourceConfig
 from pipeline.core.artifacts import (
     Artifact,
     Engine,
     ModelRepository,
+    QualityVerdict,
     QuantizedCheckpoint,
     SourceCheckpoint,
     VerificationReport,
@@ -37,12 +40,15 @@ from pipeline.core.artifacts import (
 from pipeline.core.digest import FileHasher, digest_tree
 from pipeline.core.stage import Step, StepContext
 from pipeline.errors import ConfigError, Problem
-from pipeline.host.files import commit_directory, disk_errors, link_or_copy
+from pipeline.host.files import commit_directory, disk_errors, link_or_copy, write_atomic
 from pipeline.host.probe import HostProfile, probe, toolchain
+from pipeline.measure.gate import judge
 
-STAGES = ("import", "quantize", "verify", "compile", "emit")
+if TYPE_CHECKING:
+    from pipeline.quantize.foreign.convert import Made
+
+STAGES = ("import", "quantize", "convert", "verify", "gate", "compile", "emit")
 UNQUANTIZED = ("bf16", "fp16")
-GROUPED = ("int4_awq", "w4a8_awq", "int4_wo")
 LINKED_BYTES = 2**20
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {
@@ -63,12 +69,21 @@ A = TypeVar("A", bound=Artifact)
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A config whose source was found, and everything that was found wrong or worth knowing before it runs."""
+    """A config whose source was found, and everything that was found wrong or worth knowing before it runs.
+
+    `made` says what a source is that another tool quantized; `config` has its format then.
+    """
 
     config: BuildConfig
     source: ResolvedSource
     architecture: Architecture
     problems: tuple[Problem, ...]
+    made: Made | None = None
+
+    @property
+    def maker(self) -> str:
+        """Name of the stage that makes the quantized checkpoint."""
+        return "quantize" if self.made is None else "convert"
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -88,17 +103,35 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
     Raises:
         IntegrityError: the source is missing, unsafe or broken.
     """
+    source = resolve(loaded.config.source, hasher)
+    made, misfits = _made_elsewhere(loaded, source)
+    if made is not None:
+        loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
     config = loaded.config
-    source = resolve(config.source, hasher)
     architecture = source.architecture()
     host = probe()
     problems = (
         *loaded.warnings,
         *source.problems,
+        *misfits,
         *legality.check(config, architecture, host, loaded.provenance),
         *_preflight(loaded, architecture, host),
     )
-    return Build(config=config, source=source, architecture=architecture, problems=problems)
+    return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
+
+
+def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made | None, Sequence[Problem]]:
+    """What a source is that was quantized elsewhere, and what the config asks for that it is not."""
+    if source.quant_method is None:
+        if loaded.config.verify.reference is None:
+            return None, ()
+        message = "a reference belongs to a source that is quantized already, and this one is not."
+        hint = "Remove it: the source is the reference."
+        return None, [Problem(where="verify.reference", message=message, hint=hint)]
+    from pipeline.quantize.foreign.convert import identify
+
+    made = identify(source.location)
+    return made, tuple(elsewhere.check(loaded.config, made, loaded.provenance))
 
 
 def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfile) -> Sequence[Problem]:
@@ -110,14 +143,18 @@ def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfi
     return preflight(loaded.config, architecture, host, loaded.provenance)
 
 
-def steps(build: Build, hasher: FileHasher, workspace: Path) -> tuple[Step, ...]:
+def steps(
+    build: Build, hasher: FileHasher, workspace: Path, rejected: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Step, ...]:
     """Return the steps of a build in order.
 
     Args:
         build: from `prepare`.
         hasher: for the files that the config names.
         workspace: the store's directory, for what may be kept between builds but is no artifact.
+        rejected: what was tried before this build and did not pass, with numbers; the repository tells it.
     """
+    gated = build.config.quality.limited or bool(rejected)
     checkpoint: str | SourceCheckpoint = "import"
     ordered = []
     if build.source.needs_import:
@@ -125,10 +162,11 @@ def steps(build: Build, hasher: FileHasher, workspace: Path) -> tuple[Step, ...]
     else:
         checkpoint = SourceCheckpoint(path=build.source.location, digest=build.source.digest)
     ordered += [
-        _quantize(build, checkpoint, hasher),
+        _quantize(build, checkpoint, hasher) if build.made is None else _convert(build, build.made, checkpoint),
         _verify(build, checkpoint, hasher),
+        *([_gate(build, rejected)] if gated else []),
         _compile(build, workspace),
-        _emit(build),
+        _emit(build, gated=gated),
     ]
     return tuple(ordered)
 
@@ -188,24 +226,88 @@ def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHash
     )
 
 
+def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> Step:
+    """Copy codes and scales that another tool made into the target's layout."""
+    kv_cache = build.config.quantization.kv_cache
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.foreign.convert import convert
+
+        convert(_source(ctx), made, kv_cache=kv_cache, out=ctx.out, progress=ctx.progress)
+
+    return Step(
+        name="convert",
+        version=1,
+        output=QuantizedCheckpoint,
+        params={
+            "format": made.format,
+            "group_size": made.group_size,
+            "dtype": made.dtype,
+            "kv_cache": kv_cache,
+        },
+        inputs={"source": checkpoint},
+        toolchain=toolchain("torch"),
+        run=run,
+    )
+
+
 def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
     """Prove with an independent reader that the checkpoint computes what its source computes."""
-    limits = build.config.verify
+    limits, quality = build.config.verify, build.config.quality
+    if quality.limited:
+        limits = limits.model_copy(update={"num_tokens": max(limits.num_tokens, quality.num_tokens)})
 
     def run(ctx: StepContext) -> None:
         from pipeline.quantize.verify import verify
 
-        verify(_source(ctx), _input(ctx, "quantized", QuantizedCheckpoint), limits, out=ctx.out, progress=ctx.progress)
+        quantized = _input(ctx, "quantized", QuantizedCheckpoint)
+        verify(_source(ctx), quantized, limits, out=ctx.out, progress=ctx.progress, tasks=quality.tasks)
 
     return Step(
         name="verify",
-        version=1,
+        version=2,
         output=VerificationReport,
-        params=limits.model_dump(mode="json") | {"dataset": _file_identity(limits.dataset, hasher)},
-        inputs={"source": checkpoint, "quantized": "quantize"},
+        params=limits.model_dump(mode="json")
+        | {
+            "dataset": _file_identity(limits.dataset, hasher),
+            "reference": _reference_identity(limits.reference, hasher),
+            "tasks": [[path.name, hasher.digest(path)] for path in quality.tasks],
+        },
+        inputs={"source": checkpoint, "quantized": build.maker},
         toolchain=toolchain("torch", "transformers"),
         run=run,
     )
+
+
+def _gate(build: Build, rejected: Sequence[Mapping[str, Any]]) -> Step:
+    """Judge what verify measured by the limits of `quality`; nothing is compiled that does not pass."""
+    quality = build.config.quality
+
+    def run(ctx: StepContext) -> None:
+        verdict = judge(read_report(_input(ctx, "verification", VerificationReport)), quality)
+        verdict.require_accepted()
+        document = verdict.document() | {"format": build.config.quantization.format, "rejected": list(rejected)}
+        write_atomic(ctx.out / "quality.json", (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+    return Step(
+        name="gate",
+        version=1,
+        output=QualityVerdict,
+        params={
+            "quality": quality.model_dump(mode="json", exclude={"num_tokens", "tasks"}),
+            "format": build.config.quantization.format,
+            "rejected": list(rejected),
+        },
+        inputs={"verification": "verify"},
+        toolchain={},
+        run=run,
+    )
+
+
+def read_report(verification: VerificationReport) -> dict[str, Any]:
+    """Return report.json of a verification."""
+    report: dict[str, Any] = json.loads((verification.path / "report.json").read_text("utf-8"))
+    return report
 
 
 def _compile(build: Build, workspace: Path) -> Step:
@@ -234,7 +336,7 @@ def _compile_openvino(build: Build) -> Step:
         output=Engine,
         params=engine.model_dump(mode="json", include=OPENVINO_READS)
         | {"kv_cache": engine.kv_cache.model_dump(mode="json", include=OPENVINO_READS_OF_KV_CACHE)},
-        inputs={"quantized": "quantize"},
+        inputs={"quantized": build.maker},
         toolchain=toolchain("openvino", "openvino-genai", "optimum-intel", "nncf", "torch", "transformers"),
         run=run,
     )
@@ -272,7 +374,7 @@ def _compile_tensorrt_llm(build: Build, workspace: Path) -> Step:
         version=1,
         output=Engine,
         params=options | {"place": place.kind},
-        inputs={"quantized": "quantize"},
+        inputs={"quantized": build.maker},
         toolchain={"tensorrt-llm": engine.toolchain},
         run=run,
     )
@@ -298,7 +400,7 @@ def _compile_llmapi(build: Build) -> Step:
         version=1,
         output=Engine,
         params=engine.model_dump(mode="json", exclude={"build": True, "num_threads": True}),
-        inputs={"quantized": "quantize"},
+        inputs={"quantized": build.maker},
         toolchain={"tensorrt-llm": engine.toolchain},
         run=run,
     )
@@ -337,7 +439,7 @@ def gpu_plan(build: Build) -> dict[str, Any]:
     return document
 
 
-def _emit(build: Build) -> Step:
+def _emit(build: Build, *, gated: bool) -> Step:
     """Write the Triton model repository around the engine."""
     config = build.config
 
@@ -345,6 +447,8 @@ def _emit(build: Build) -> Step:
         from pipeline.triton.repository import emit
 
         emit(_input(ctx, "engine", Engine).path, config.serving, name=config.name, out=ctx.out)
+        if gated:
+            shutil.copy(_input(ctx, "quality", QualityVerdict).path / "quality.json", ctx.out / "quality.json")
 
     from pipeline.triton.repository import templates
 
@@ -353,7 +457,7 @@ def _emit(build: Build) -> Step:
         version=1,
         output=ModelRepository,
         params=config.serving.model_dump(mode="json") | {"name": config.name, "templates": digest_tree(templates())},
-        inputs={"engine": "compile"},
+        inputs={"engine": "compile"} | ({"quality": "gate"} if gated else {}),
         toolchain=toolchain("tokenizers", "openvino-genai"),
         run=run,
     )
@@ -406,8 +510,10 @@ def _dtype(config: BuildConfig) -> Literal["bfloat16", "float16"]:
 def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
     """Return only what the format reads, so that an unused knob does not requantize."""
     quantization = config.quantization.model_dump(mode="json")
-    if config.quantization.format not in GROUPED:
+    if not has_groups(config):
         del quantization["group_size"]
+    if config.quantization.format not in ("int4_awq", "w4a8_awq"):
+        del quantization["awq"]
     if config.quantization.format != "int8_sq":
         del quantization["smoothquant_alpha"]
     return quantization
@@ -418,6 +524,10 @@ def _calibration_identity(config: BuildConfig, hasher: FileHasher) -> Mapping[st
         return None
     calibration = config.calibration
     return calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
+
+
+def _reference_identity(directory: Path | None, hasher: FileHasher) -> str | None:
+    return None if directory is None else resolve(SourceConfig(path=directory), hasher).digest
 
 
 def _file_identity(path: Path | None, hasher: FileHasher) -> str | None:

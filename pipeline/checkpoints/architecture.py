@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from pipeline.checkpoints.json_file import read_json, read_optional_json
+from pipeline.checkpoints.packed import unpacked
 from pipeline.checkpoints.safetensors_index import TensorEntry, read_checkpoint
 from pipeline.errors import Unreadable
 
@@ -77,7 +78,8 @@ def read_architecture(directory: Path) -> Architecture:
     """
     path = directory / "config.json"
     generation = read_optional_json(directory / "generation_config.json")
-    return describe(path, read_json(path), generation, read_checkpoint(directory))
+    config = read_json(path)
+    return describe(path, config, generation, unpacked(read_checkpoint(directory), config))
 
 
 def describe(

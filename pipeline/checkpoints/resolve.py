@@ -2,7 +2,8 @@
 
 A source is a Hugging Face directory, a hub id, a GGUF file, or one of these inside an installed
 package. What is refused here: pickle weights, remote code that the config does not allow by name,
-checkpoints that are already quantized, truncated weights and Git LFS pointers.
+truncated weights and Git LFS pointers. A checkpoint that is quantized already is told by its `quant_method`;
+whether it can be used is for the room that reads it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class ResolvedSource:
 
     `location` is a directory, or a GGUF file when `needs_import`. `files` are the names in the directory that make up
     the checkpoint. `identity` goes into the step key: content, never where it lies. `origin` says in
-    words where it comes from; `problems` are warnings.
+    words where it comes from; `problems` are warnings. `quant_method` is config.json's word for how the weights are
+    quantized already, None for a 16-bit or 32-bit checkpoint.
     """
 
     kind: Kind
@@ -68,6 +70,7 @@ class ResolvedSource:
     needs_import: bool
     origin: str
     problems: tuple[Problem, ...] = ()
+    quant_method: str | None = None
 
     @property
     def digest(self) -> str:
@@ -99,7 +102,7 @@ def resolve(source: SourceConfig, hasher: Hasher) -> ResolvedSource:
     """Find the checkpoint that a config names, check it and digest it.
 
     Raises:
-        ConfigError: not exactly one of path, hub, gguf and package is set, or it is already quantized.
+        ConfigError: not exactly one of path, hub, gguf and package is set.
         SourceNotFound: it does not exist or cannot be fetched.
         UnsafeCheckpoint: pickle weights, or remote code that the config does not allow.
         BadSafetensors, BadGGUF, BadTokenizer, Unreadable: its files are broken.
@@ -161,12 +164,6 @@ def _directory(directory: Path, source: SourceConfig, hasher: Hasher) -> Resolve
     read_checkpoint(directory)
     names |= {name for name in (*_TOKENIZER_FILES, *_OTHER_FILES) if (directory / name).exists()}
     names |= _check_code(directory, source)
-    config = read_json(directory / "config.json")
-    if "quantization_config" in config:
-        raise ConfigError(
-            f"{directory}/config.json: the checkpoint is already quantized (quantization_config).",
-            hint="Name the 16-bit checkpoint it was made from.",
-        )
     digests = {name: hasher.digest(directory / name) for name in sorted(names)}
     if "tokenizer.json" in names:
         check_tokenizer(directory, read_architecture(directory))
@@ -177,7 +174,16 @@ def _directory(directory: Path, source: SourceConfig, hasher: Hasher) -> Resolve
         identity=MappingProxyType({"format": "huggingface", **{f"file {name}": it for name, it in digests.items()}}),
         needs_import="tokenizer.json" not in names,
         origin=f"directory {directory.name}",
+        quant_method=_quant_method(directory),
     )
+
+
+def _quant_method(directory: Path) -> str | None:
+    settings = read_json(directory / "config.json").get("quantization_config")
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return str(method or "unknown")
 
 
 def _check_layout(directory: Path) -> None:

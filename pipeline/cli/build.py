@@ -16,10 +16,12 @@ from pipeline.cli import options, output
 from pipeline.cli.progress import for_this_terminal
 
 if TYPE_CHECKING:
+    from pipeline.core.digest import FileHasher
     from pipeline.core.plan import PlannedStep
     from pipeline.core.runner import StepResult
     from pipeline.core.store import Store
     from pipeline.errors import Problem
+    from pipeline.ladder import Rung
     from pipeline.stages import Build
 
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", "output_dir", type=click.Path(path_type=Path), help="Repository; default build/<name>.")
 @click.option(
     "--until",
-    type=click.Choice(["quantize", "verify", "compile", "emit"]),
+    type=click.Choice(["quantize", "verify", "gate", "compile", "emit"]),
     default="emit",
     show_default=True,
     help="Last stage to run.",
@@ -150,20 +152,48 @@ def _run(
 ) -> None:
     from pipeline import stages
     from pipeline.core.runner import run
+    from pipeline.ladder import choose
 
-    build, store, hasher = _prepare(config, overrides, store_root)
-    build.require_possible()
-    for problem in build.warnings:
-        click.echo(f"warning: {problem}", err=True)
-    _wait_without_spinning()
-    results = run(stages.steps(build, hasher, store.root), store, for_this_terminal(), until=until)
+    ladder, store, hasher = prepare_ladder(config, overrides, store_root)
+    build, progress = ladder[0].build, for_this_terminal()
+    wait_without_spinning()
+    tried: dict[str, StepResult] = {}
+    rejected: list[dict[str, Any]] = []
+    if len(ladder) > 1 and until != "quantize":
+        chosen, others = choose(ladder, hasher, store, progress)
+        build, rejected = chosen.rung.build, [each.document() for each in others]
+        tried = {name: result for name, result in chosen.results.items() if not result.hit}
+    last = build.maker if until == "quantize" else until
+    results = run(stages.steps(build, hasher, store.root, rejected), store, progress, until=last)
+    # Reused from the trial of a moment ago is built, to whoever reads the times.
+    results |= {name: result for name, result in tried.items() if name in results}
     for name, result in results.items():
         store.set_ref(f"{build.config.name}@{name}", result.artifact.digest)
     repository = None
     if publish and until == "emit":
         repository = output_dir or Path("build") / build.config.name
         stages.publish(results["emit"].artifact, repository)
-    _report(build, results, repository, as_json=as_json)
+    _report(build, results, repository, rejected, as_json=as_json)
+
+
+def prepare_ladder(
+    config: Path, overrides: Sequence[str], store_root: Path
+) -> tuple[tuple[Rung, ...], Store, FileHasher]:
+    """Load a config, judge it and every step of its fallback, and print the warnings.
+
+    Raises:
+        ConfigError: the config is invalid, or it or a step cannot be built.
+    """
+    from pipeline.config.load import load
+    from pipeline.core.digest import FileHasher
+    from pipeline.core.store import Store
+    from pipeline.ladder import rungs
+
+    hasher = FileHasher(store_root / "stat-cache.json")
+    ladder = rungs(load(config, overrides), hasher)
+    for problem in dict.fromkeys(problem for rung in ladder for problem in rung.build.warnings):
+        click.echo(f"warning: {problem}", err=True)
+    return ladder, Store(store_root), hasher
 
 
 def _next_step(build: Build, repository: Path) -> str:
@@ -172,7 +202,7 @@ def _next_step(build: Build, repository: Path) -> str:
     return f"on the GPU node, as {repository / 'README.md'} says; nothing of it was run here"
 
 
-def _wait_without_spinning() -> None:
+def wait_without_spinning() -> None:
     """Let idle OpenMP threads sleep; read once, when torch loads its runtime.
 
     Spinning threads cost a busy two-core machine a factor of ten and more, and gain a quiet one nothing.
@@ -181,13 +211,23 @@ def _wait_without_spinning() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
-def _report(build: Build, results: dict[str, StepResult], repository: Path | None, *, as_json: bool) -> None:
+def _report(
+    build: Build,
+    results: dict[str, StepResult],
+    repository: Path | None,
+    rejected: Sequence[dict[str, Any]],
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
         output.emit_json(
             {
                 "name": build.config.name,
                 "stages": {name: _result_document(result) for name, result in results.items()},
+                "format": build.config.quantization.format,
                 "verification": _verification(results),
+                "quality": _quality(results),
+                "rejected": list(rejected),
                 "repository": None if repository is None else str(repository),
             }
         )
@@ -207,6 +247,13 @@ def _report(build: Build, results: dict[str, StepResult], repository: Path | Non
     verification = _verification(results)
     if verification:
         click.echo("\n" + output.table(("verified", "value"), list(verification.items())))
+    for step in rejected:
+        click.echo(f"\nrejected:   {step['label']} ({step['verdict']}): {'; '.join(step['reasons'])}")
+    quality = _quality(results)
+    if quality:
+        click.echo(f"\nquality:    {build.config.quantization.format}: {quality['verdict']}")
+        for measure in quality["measures"]:
+            click.echo(f"  {output.interval(measure)}")
     if repository is not None:
         click.echo(f"\nrepository: {repository}\nnext:       {_next_step(build, repository)}")
     else:
@@ -240,3 +287,11 @@ def _verification(results: dict[str, StepResult]) -> dict[str, Any]:
         return {}
     report = json.loads((results["verify"].artifact.path / "report.json").read_text())
     return {**report["summary"], **(report["end_to_end"] or {})}
+
+
+def _quality(results: dict[str, StepResult]) -> dict[str, Any]:
+    """What the gate decided and by which numbers; empty without a gate."""
+    if "gate" not in results:
+        return {}
+    document: dict[str, Any] = json.loads((results["gate"].artifact.path / "quality.json").read_text())
+    return document

@@ -20,17 +20,15 @@ def config() -> None:
 @options.config_argument
 @options.json_option
 def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Validate CONFIG, find its source and judge whether the build is possible. Builds nothing.
+    """Validate CONFIG, find its source and judge whether it and its fallback can be built. Builds nothing.
 
     Every problem is listed at once, each with file:line, key and what to do. Exit code 3 when there is one.
     """
-    from pipeline import stages
     from pipeline.config.load import load
     from pipeline.core.digest import FileHasher
+    from pipeline.ladder import rungs
 
-    loaded = load(config, overrides)
-    build = stages.examine(loaded, FileHasher(None))
-    build.require_possible()
+    build = rungs(load(config, overrides), FileHasher(None))[0].build
     if as_json:
         output.emit_json({"name": build.config.name, "warnings": [asdict(problem) for problem in build.warnings]})
         return
@@ -52,7 +50,13 @@ def show(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     loaded = load(config, overrides)
     if as_json:
-        output.emit_json({"config": loaded.config.model_dump(mode="json"), "provenance": dict(loaded.provenance)})
+        output.emit_json(
+            {
+                "config": loaded.config.model_dump(mode="json"),
+                "provenance": dict(loaded.provenance),
+                "fallback": [loaded.changes(step) for step in loaded.fallback],
+            }
+        )
     else:
         click.echo(render(loaded), nl=False)
 

@@ -79,3 +79,13 @@ def seconds(value: float) -> str:
     """Format a duration for a person."""
     minute = 60
     return f"{value:.1f} s" if value < minute else f"{int(value // minute)} min {value % minute:.0f} s"
+
+
+def interval(measure: Mapping[str, Any]) -> str:
+    """Write a measure of quality.json as "kl_nats 0.012 [0.0108, 0.0131], at most 0.05: pass"."""
+    low, high = ("?" if measure[end] is None else f"{measure[end]:.3g}" for end in ("low", "high"))
+    text = f"{measure['metric']} {measure['estimate']:.3g} [{low}, {high}]"
+    if "limit" not in measure:
+        return text
+    words = {"max": "at most", "min": "at least"}[measure["bound"]]
+    return f"{text}, {words} {measure['limit']:g}: {measure['verdict']}"

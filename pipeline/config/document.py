@@ -171,6 +171,11 @@ def read(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem], *, 
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
         items = [_scalar(item, key, origin, problems) for item in node.value]
         marks = tuple(origin.mark(item) for item in node.value)
+        if key.items is Path:
+            places = zip(items, marks, strict=True)
+            items = [
+                _path(item, key, origin, problems, place) if isinstance(item, str) else item for item, place in places
+            ]
         return Leaf(value=items, mark=mark, item_marks=marks, broken=len(problems) > before)
     value = _scalar(node, key, origin, problems)
     if Path in key.types and isinstance(value, str):

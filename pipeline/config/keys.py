@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -29,6 +30,7 @@ class Key:
         path: dotted path; empty for the root of the config.
         section: the model of a nested mapping, None for a value.
         types: the Python types of a value, without None; empty for a section.
+        items: the type of the items of a list.
         choices: the allowed values of an enumeration, in schema order.
         nullable: whether `null` (nothing chosen) is a value.
         required: whether a config without it is incomplete.
@@ -41,6 +43,7 @@ class Key:
     path: str
     section: type[Section] | None = None
     types: tuple[type, ...] = ()
+    items: type | None = None
     choices: tuple[str | int, ...] = ()
     nullable: bool = False
     required: bool = False
@@ -63,7 +66,7 @@ class Key:
             int: "a whole number",
             float: "a number",
             Path: "a path",
-            tuple: "a list of texts",
+            tuple: "a list of paths" if self.items is Path else "a list of texts",
             str: "a text",
         }[self.types[0]]
         return f"{kind} {self.bounds}".strip()
@@ -85,6 +88,11 @@ def children(path: str) -> dict[str, Key]:
 def leaves() -> Iterator[Key]:
     """Every key that takes a value, in schema order."""
     return (key for key in KEYS.values() if key.section is None)
+
+
+def value_at(config: BuildConfig, path: str) -> object:
+    """The value of a key."""
+    return reduce(getattr, path.split("."), config)
 
 
 def _bounds(field: FieldInfo) -> str:
@@ -117,9 +125,11 @@ def _key(path: str, field: FieldInfo) -> Key:
     members = tuple(member for member in members if member is not type(None))
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     kinds = tuple({type(value): None for value in choices}) or tuple(get_origin(member) or member for member in members)
+    items = [get_args(member)[0] for member in members if get_origin(member) is tuple]
     return Key(
         path=path,
         types=kinds,
+        items=items[0] if items else None,
         choices=choices,
         nullable=nullable,
         required=field.is_required(),

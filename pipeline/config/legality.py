@@ -177,6 +177,7 @@ def _facts(config: BuildConfig, architecture: ArchitectureFacts | None) -> dict[
         "format": quantization.format,
         "kv_cache": quantization.kv_cache,
         "group_size": quantization.group_size,
+        "awq": quantization.awq,
         "dtype": engine.dtype,
         "enable_block_reuse": engine.kv_cache.enable_block_reuse,
         "enable_chunked_context": engine.enable_chunked_context,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import yaml
 
-from pipeline.config import words
+from pipeline.config import fallback, words
 from pipeline.config.document import Branch, Leaf, Origin, compose, read, section, written_at
-from pipeline.config.keys import KEYS, ROOT, leaves
+from pipeline.config.keys import KEYS, ROOT, leaves, value_at
 from pipeline.config.render import init_template, json_schema, render
 from pipeline.config.schema import BuildConfig
 from pipeline.config.validate import validate
@@ -37,12 +37,19 @@ class LoadedConfig:
         provenance: key path -> "file:line", "--set" or "default", for every value.
         files: the files read, parents first, the config itself last.
         warnings: settings that are legal and have no effect.
+        fallback: the config with each step of its `fallback` laid over it, in order.
     """
 
     config: BuildConfig
     provenance: Mapping[str, str]
     files: tuple[Path, ...]
     warnings: tuple[Problem, ...] = ()
+    fallback: tuple[LoadedConfig, ...] = ()
+
+    def changes(self, step: LoadedConfig) -> dict[str, object]:
+        """Key path -> value of everything in which a step of the fallback differs from this config."""
+        values = {key.path: (value_at(self.config, key.path), value_at(step.config, key.path)) for key in leaves()}
+        return {path: after for path, (before, after) in values.items() if before != after}
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -69,16 +76,23 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         config, findings = validate(tree)
         reader.problems += [problem for problem in findings if problem.severity == "error"]
         warnings = [problem for problem in findings if problem.severity == "warning"]
+    steps = [] if config is None or tree is None else reader.read_steps(config, tree)
     if config is None or tree is None or reader.problems:
         problems = _in_order(reader.problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{_label(path)} is not a valid config: {count}.", problems=problems)
+    files = tuple(reader.files)
     return LoadedConfig(
         config=config,
-        provenance=MappingProxyType({key.path: written_at(tree, key.path) or DEFAULT for key in leaves()}),
-        files=tuple(reader.files),
+        provenance=_provenance(tree),
+        files=files,
         warnings=tuple(warnings),
+        fallback=tuple(LoadedConfig(config=step, provenance=_provenance(laid), files=files) for step, laid in steps),
     )
+
+
+def _provenance(tree: Branch) -> Mapping[str, str]:
+    return MappingProxyType({key.path: written_at(tree, key.path) or DEFAULT for key in leaves()})
 
 
 @dataclass
@@ -88,6 +102,23 @@ class _Reader:
     problems: list[Problem]
     files: list[Path]
     incomplete: bool = False
+    steps: list[Branch] = field(default_factory=list)
+
+    def read_steps(self, config: BuildConfig, tree: Branch) -> list[tuple[BuildConfig, Branch]]:
+        """Lay each step of the fallback over the config and validate the whole; with the tree that it gives.
+
+        Settings without effect are no news in a step: it inherits what other formats read.
+        """
+        read: list[tuple[BuildConfig, Branch]] = []
+        for step in self.steps:
+            laid = _merge(tree, step)
+            stepped, findings = validate(laid)
+            self.problems += [problem for problem in findings if problem.severity == "error"]
+            if not self.problems and stepped in (config, *(earlier for earlier, _ in read)):
+                message = "this step builds what an earlier one or the config itself builds."
+                self.problems.append(Problem(where=f"{step.mark} {fallback.KEY}", message=message, hint="Remove it."))
+            read += [] if stepped is None else [(stepped, laid)]
+        return read
 
     def read_file(self, path: Path, chain: tuple[Path, ...], named_at: str = "") -> Branch | None:
         """Read a file and its parents; None when it could not be read.
@@ -111,6 +142,8 @@ class _Reader:
                 self.problems.append(Problem(where=name, message="the file is empty.", hint=hint))
             return None
         parents = self._parents(node, origin, (*chain, path.resolve()), path)
+        steps = fallback.take(node, origin, self.problems)
+        self.steps = self.steps if steps is None else steps
         tree = Branch(mark=f"{name}:1")
         for parent in parents:
             tree = _merge(tree, parent)
@@ -184,9 +217,11 @@ def _override(text: str, problems: list[Problem]) -> Branch | None:
         hint = "Write --set engine.max_batch_size=8."
         problems.append(Problem(where=where.strip(), message=f"'{text}' is not key=value.", hint=hint))
         return None
-    if path.partition(".")[0] == "extends":
+    if path.partition(".")[0] in ("extends", fallback.KEY):
         hint = "Write it into a file."
-        problems.append(Problem(where=where, message="'extends' cannot be set from outside.", hint=hint))
+        problems.append(
+            Problem(where=where, message=f"'{path.partition('.')[0]}' cannot be set from outside.", hint=hint)
+        )
         return None
     if key is None:
         problems.append(Problem(where=where, message=f"unknown key '{path}'.", hint=words.path_hint(path)))

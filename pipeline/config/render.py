@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from pipeline.config.fallback import FIXED, KEY
 from pipeline.config.keys import KEYS, children
 from pipeline.config.schema import BuildConfig
 from pipeline.config.section import Section
@@ -31,8 +33,28 @@ def render(loaded: LoadedConfig) -> str:
         (f"{'  ' * path.count('.')}{path.rpartition('.')[2]}:{text}", loaded.provenance.get(path, ""))
         for path, text in _lines(loaded.config, "")
     ]
+    if loaded.fallback:
+        lines.append((f"{KEY}:", ""))
+    for step in loaded.fallback:
+        changes = loaded.changes(step)
+        lines.append((f"  - {_flow(changes)}", ", ".join(dict.fromkeys(step.provenance[path] for path in changes))))
     width = min(max(len(text) for text, _ in lines), COMMENT_COLUMN)
     return "".join(f"{text:<{width}}  # {place}\n" if place else f"{text}\n" for text, place in lines)
+
+
+def _flow(changes: Mapping[str, object]) -> str:
+    """Dotted paths and values as one nested mapping in YAML's flow style."""
+    tree: dict[str, Any] = {}
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        reduce(lambda node, part: node.setdefault(part, {}), sections, tree)[name] = value
+
+    def text(node: object) -> str:
+        if isinstance(node, dict):
+            return "{" + ", ".join(f"{name}: {text(value)}" for name, value in node.items()) + "}"
+        return scalar(node)
+
+    return text(tree)
 
 
 def _lines(section: Section, path: str) -> Iterator[tuple[str, str]]:
@@ -85,11 +107,18 @@ def json_schema() -> dict[str, object]:
         "description": "A file, or a list of files, that this one builds on; paths are relative to this file.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
+    properties = properties if isinstance(properties, dict) else {}
+    step = {name: part for name, part in properties.items() if name not in FIXED}
+    fallback = {
+        "description": "Steps to try in order when this config does not pass its gate; each is laid over it.",
+        "type": "array",
+        "items": {"type": "object", "properties": step, "additionalProperties": False},
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
         "title": "trtpipe build config",
-        "properties": {"extends": extends, **(properties if isinstance(properties, dict) else {})},
+        "properties": {"extends": extends, **properties, KEY: fallback},
         "anyOf": [{"required": required}, {"required": ["extends"]}],
     }
 

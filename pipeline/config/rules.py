@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import PurePosixPath
 
-from pipeline.config.keys import KEYS, leaves
+from pipeline.config.keys import KEYS, leaves, value_at
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import Severity
 
@@ -45,6 +44,7 @@ def check(config: BuildConfig) -> Iterator[Finding]:
     yield from _exclude(config)
     yield from _limits(config)
     yield from _parallelism(config)
+    yield from _quality(config)
     yield from _without_effect(config)
 
 
@@ -97,6 +97,20 @@ def _revision(config: BuildConfig) -> Iterator[Finding]:
         message = f"'{source.hub}' is not pinned, so a rebuild could take other weights."
         hint = "Add revision: the 40 hex digits of a commit; the hub shows them under 'Files and versions'."
         yield Finding(keys=("source.hub", "source.revision"), message=message, hint=hint)
+
+
+def _quality(config: BuildConfig) -> Iterator[Finding]:
+    quality = config.quality
+    limits = {"min_task_score": quality.min_task_score, "max_task_drop": quality.max_task_drop}
+    for name, value in limits.items():
+        if value is not None and not quality.tasks:
+            message = f"{value:g} limits the user's tasks, and no task is named."
+            keys = (f"quality.{name}", "quality.tasks")
+            yield Finding(keys=keys, message=message, hint="Add tasks: [questions.jsonl], or remove it.")
+    names = [path.name for path in quality.tasks]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        message = f"two tasks are named '{name}', which would be one row of the result."
+        yield Finding(keys=("quality.tasks",), message=message, hint="Rename one of the files.")
 
 
 def _dtype(config: BuildConfig) -> Iterator[Finding]:
@@ -156,22 +170,29 @@ def _parallelism(config: BuildConfig) -> Iterator[Finding]:
         yield Finding(keys=("engine.gpu", "engine.target"), message=message, hint=f"Add gpu: one of {gpus}.")
 
 
+def has_groups(config: BuildConfig) -> bool:
+    """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
+    form = config.quantization.format
+    return form in ("int4_awq", "w4a8_awq") or (form == "int4_wo" and config.engine.target == "openvino")
+
+
 def _without_effect(config: BuildConfig) -> Iterator[Finding]:
     """Warn about values that differ from their default and change nothing."""
     form, target = config.quantization.format, config.engine.target
     values = {
         "quantization.group_size": (
             config.quantization.group_size,
-            form not in ("int4_awq", "w4a8_awq"),
-            f"format {form}",
+            not has_groups(config),
+            f"format {form}" + (f" and target {target}" if form == "int4_wo" else ""),
         ),
+        "quantization.awq": (config.quantization.awq, form not in ("int4_awq", "w4a8_awq"), f"format {form}"),
         "quantization.smoothquant_alpha": (config.quantization.smoothquant_alpha, form != "int8_sq", f"format {form}"),
         "quantization.exclude": (config.quantization.exclude, form in UNQUANTIZED, f"format {form}"),
         "engine.gpu": (config.engine.gpu, target == "openvino", "target openvino, which runs on the CPU"),
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
         "engine.dynamic_quantization": (
             config.engine.dynamic_quantization,
-            target != "openvino" or form not in ("int8_sq", "int4_awq"),
+            target != "openvino" or form not in ("int8_sq", "int8_wo", "int4_awq", "int4_wo"),
             f"target {target} and format {form}",
         ),
     }
@@ -198,10 +219,6 @@ def _of_other_targets(config: BuildConfig) -> Iterator[str]:
         foreign = (*foreign, *of_gpus, "engine.max_beam_width", "engine.kv_cache.tokens_per_block")
     read_by_llmapi = LLMAPI_READS if config.engine.target == "tensorrt_llm_llmapi" else ()
     for key in leaves():
-        written = key.path not in read_by_llmapi and _value(config, key.path) != key.default
+        written = key.path not in read_by_llmapi and value_at(config, key.path) != key.default
         if written and key.path.startswith(foreign or "\0"):
             yield key.path
-
-
-def _value(config: BuildConfig, path: str) -> object:
-    return reduce(getattr, path.split("."), config)

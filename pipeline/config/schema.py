@@ -49,13 +49,19 @@ class QuantizationConfig(Section):
         default="bf16",
         title="format",
         description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), int8_sq (W8A8 SmoothQuant), "
-        "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo and int4_wo (weights rounded, "
-        "nothing calibrated).",
+        "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo (per output) and int4_wo "
+        "(group-wise) round weights and calibrate nothing.",
     )
     group_size: Literal[32, 64, 128] = Field(
         default=128,
         title="group size",
-        description="Weights that share one scale along the input axis (int4_awq, w4a8_awq).",
+        description="Weights that share one scale along the input axis (int4_awq, w4a8_awq, and int4_wo on the CPU).",
+    )
+    awq: Literal["lite", "clip", "full"] = Field(
+        default="lite",
+        title="AWQ method",
+        description="How int4_awq looks for its scales: lite scales inputs by their activations, clip cuts the largest "
+        "weights of a group, full does both (minutes more for a model of 135M parameters).",
     )
     kv_cache: KVCacheFormat = Field(
         default="auto", title="KV cache format", description="KV cache format; auto is the 16-bit model dtype."
@@ -90,6 +96,10 @@ class VerifyConfig(Section):
         default=None, description="Held text for the end-to-end check; empty uses the shipped one."
     )
     num_tokens: int = Field(default=2048, ge=64, description="Tokens of held text scored end to end.")
+    reference: Path | None = Field(
+        default=None,
+        description="16-bit checkpoint to score against when the source is quantized already; empty leaves that out.",
+    )
     max_layer_error: float | None = Field(default=None, gt=0, description="Relative L2 error allowed per layer.")
     max_kl: float | None = Field(default=None, gt=0, description="Mean KL divergence of the logits allowed, in nats.")
     min_top1_agreement: float | None = Field(
@@ -98,6 +108,45 @@ class VerifyConfig(Section):
     max_perplexity_increase: float | None = Field(
         default=None, gt=0, description="Relative increase of perplexity allowed, for example 0.1 for 10 %."
     )
+
+
+class QualityConfig(Section):
+    """The quality gate before compiling; without a limit there is none. Each limit must be kept for certain."""
+
+    max_perplexity_increase: float | None = Field(
+        default=None, gt=0, description="Relative increase of perplexity allowed, for example 0.02 for 2 %."
+    )
+    max_kl: float | None = Field(default=None, gt=0, description="Mean KL divergence of the logits allowed, in nats.")
+    min_top1_agreement: float | None = Field(
+        default=None, ge=0, le=1, description="Share of equal top-1 tokens required."
+    )
+    tasks: tuple[Path, ...] = Field(
+        default=(),
+        description="JSONL files of your own questions: prompt (or messages), answer, and match: contains or exact.",
+    )
+    min_task_score: float | None = Field(
+        default=None, ge=0, le=1, description="Share of each task's questions that must be answered correctly."
+    )
+    max_task_drop: float | None = Field(
+        default=None, ge=0, le=1, description="Loss against the source's share of correct answers allowed, per task."
+    )
+    confidence: float = Field(default=0.95, ge=0.5, lt=1, description="Confidence of each interval.")
+    num_tokens: int = Field(default=4096, ge=64, description="Tokens of verify.dataset scored for the gate.")
+    inconclusive: Literal["reject", "accept"] = Field(
+        default="reject", title="word for this", description="What happens when the interval contains the limit."
+    )
+
+    @property
+    def limited(self) -> bool:
+        """Whether any limit is set."""
+        limits = (
+            self.max_perplexity_increase,
+            self.max_kl,
+            self.min_top1_agreement,
+            self.min_task_score,
+            self.max_task_drop,
+        )
+        return any(limit is not None for limit in limits)
 
 
 class KVCacheConfig(Section):
@@ -236,5 +285,6 @@ class BuildConfig(Section):
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
     verify: VerifyConfig = Field(default_factory=VerifyConfig)
+    quality: QualityConfig = Field(default_factory=QualityConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     serving: ServingConfig = Field(default_factory=ServingConfig)

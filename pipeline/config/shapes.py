@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.rules import UNQUANTIZED, has_groups
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import Problem, Severity
 
 GROUP_SIZES = (128, 64, 32)
+# Grouped on every target; the pre-quant scale of layers that share their input is folded into the norm in front.
 GROUPED = ("int4_awq", "w4a8_awq")
 # Tensor volume limit of TensorRT (NVIDIA/TensorRT-LLM#2422): tokens per iteration x hidden size.
 MAX_TENSOR_VOLUME = 2**31 - 1
@@ -82,7 +83,7 @@ def check(
     yield from _heads_and_experts(config, architecture, quantized)
     yield from _fusion(config, architecture, quantized, fused)
     yield from _split(config, quantized, row_parallel)
-    if config.quantization.format in GROUPED:
+    if has_groups(config):
         yield from _groups(config, quantized, row_parallel)
 
 

@@ -54,9 +54,16 @@ class QuantizedCheckpoint(Artifact):
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport(Artifact):
-    """report.json: every check with its limit and value, per layer and end to end."""
+    """report.json: every check with its limit and value, per layer and end to end; scores by block of text."""
 
     kind = "verification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityVerdict(Artifact):
+    """quality.json: what was measured beside its limits, and every step of the fallback that was rejected."""
+
+    kind = "quality"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipeline.config.rules import has_groups
 from pipeline.config.schema import BuildConfig, Format
 
 FLOAT32 = 4
 FLOAT16 = 2
-# int8_wo and int4_wo stay 16 bit in the checkpoint: trtllm-build rounds them.
 BITS_PER_WEIGHT: dict[Format, float] = {
     "bf16": 16,
     "fp16": 16,
@@ -23,10 +23,11 @@ BITS_PER_WEIGHT: dict[Format, float] = {
     "int8_sq": 8,
     "int4_awq": 4,
     "w4a8_awq": 4,
-    "int8_wo": 16,
-    "int4_wo": 16,
+    "int8_wo": 8,
+    "int4_wo": 4,
 }
-GROUPED = ("int4_awq", "w4a8_awq")
+# Stay 16 bit in a TensorRT-LLM checkpoint: trtllm-build rounds them.
+ROUNDED_BY_BUILD = ("int8_wo", "int4_wo")
 SCALE_BITS = 32
 KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
 # Interpreter, torch, transformers and ModelOpt loaded, nothing of the model yet (measured as RSS).
@@ -100,7 +101,9 @@ def checkpoint_bytes(model: Shapes, config: BuildConfig) -> int:
     """Size of the quantized checkpoint: codes, one float32 scale per group, 16-bit tables."""
     linear, tables = parameters(model)
     bits = BITS_PER_WEIGHT[config.quantization.format]
-    if config.quantization.format in GROUPED:
+    if config.engine.target == "tensorrt_llm" and config.quantization.format in ROUNDED_BY_BUILD:
+        bits = 16
+    if has_groups(config):
         bits += SCALE_BITS / config.quantization.group_size
     return int(linear * bits / 8) + tables * FLOAT16
 

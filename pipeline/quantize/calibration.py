@@ -84,7 +84,7 @@ def _parse_jsonl(text: str, path: Path) -> list[Document]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        parsed = _parse_row(line)
+        parsed = parse_row(line)
         if isinstance(parsed, Document):
             documents.append(parsed)
         else:
@@ -101,7 +101,7 @@ def _parse_jsonl(text: str, path: Path) -> list[Document]:
     return documents
 
 
-def _parse_row(line: str) -> Document | str:
+def parse_row(line: str) -> Document | str:
     """Return the document, or what is wrong with the row."""
     try:
         row = json.loads(line)
@@ -189,7 +189,19 @@ class TextEncoder:
             ids.append(self.eos_token_id)
         return ids
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def encode_question(self, document: Document) -> list[int]:
+        """Tokenize what an answer follows: plain text as it is, a conversation up to the assistant's turn."""
+        if not document.messages:
+            return self.encode(document)
+        rendered = self.render(document.messages, add_generation_prompt=True)
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids to text, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Apply the chat template, as Hugging Face does (trimmed blocks, sandboxed)."""
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -207,7 +219,7 @@ class TextEncoder:
         tokens = {key: self._special_token(key) or "" for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         try:
             return environment.from_string(self._template).render(
-                messages=[dict(message) for message in messages], add_generation_prompt=False, **tokens
+                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **tokens
             )
         except TemplateError as error:
             raise BadTokenizer(f"the chat template fails on a calibration conversation: {error}") from error

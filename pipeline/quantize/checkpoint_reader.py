@@ -11,21 +11,43 @@ from typing import Any, Protocol
 
 from pipeline.errors import IntegrityError, Unreadable
 from pipeline.quantize.reference import LinearFormat, QuantizedLinear
-from pipeline.quantize.tensor_files import FloatArray, TensorFiles
+from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo
 
-# quant_algo in the export's own config -> how a layer computes; absent means 16 bit. W8A16 and W4A16 hold
-# 16-bit weights, which trtllm-build rounds when it loads them.
+# quant_algo in the export's own config -> how a layer computes; absent means 16 bit.
 FORMAT_OF_ALGORITHM: Mapping[str | None, LinearFormat] = {
     None: "float",
     "FP8": "fp8",
     "W8A8_SQ_PER_CHANNEL": "int8_sq",
     "W4A16_AWQ": "int4_awq",
     "W4A8_AWQ": "w4a8_awq",
-    "W8A16": "float",
-    "W4A16": "float",
+    "W8A16": "int8_wo",
+    "W4A16": "int4_wo",
 }
-WEIGHT_ONLY: Mapping[str, str] = {"W8A16": "int8_wo", "W4A16": "int4_wo"}
 CODES = frozenset({"F8_E4M3", "I8", "U8"})  # dtypes that hold codes, never numbers
+
+
+class SourceReader(Protocol):
+    """What a checkpoint was made from: a 16-bit one, or one quantized elsewhere, read as what it stands for.
+
+    Attributes:
+        config: config.json.
+        tensors: every tensor by its name in the model; of a weight quantized elsewhere, the shape alone counts.
+    """
+
+    config: dict[str, Any]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name."""
+        ...
+
+    def tensor(self, name: str) -> FloatArray:
+        """Read a parameter as float32."""
+        ...
+
+    def linear(self, module: str) -> QuantizedLinear:
+        """Read one linear layer; it is of format float."""
+        ...
 
 
 class CheckpointReader(Protocol):

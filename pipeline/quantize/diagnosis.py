@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.quantize.numerics import relative_l2
-from pipeline.quantize.reference import FP8_ACTIVATIONS, PACKED, Array, QuantizedLinear, pack_int4, unpack_int4
+from pipeline.quantize.reference import (
+    FP8_ACTIVATIONS,
+    PACKED,
+    SMOOTHED,
+    Array,
+    QuantizedLinear,
+    pack_int4,
+    unpack_int4,
+)
 from pipeline.quantize.tensor_files import FloatArray
 
 Mask = npt.NDArray[np.bool_]
@@ -23,6 +31,8 @@ Mask = npt.NDArray[np.bool_]
 # A scale fitted to rounded weights is an estimate, and a stored one may be rounded to 16 bit: with it the
 # largest codes still land within half a step more than the limit.
 _FIT_SLACK = 0.5
+INT4_MAX = 7
+_HALF_STEP = 0.5
 _NEAR_ONE = 0.02  # a fitted scale this close to the stored one is not the thing that is wrong
 
 
@@ -34,17 +44,24 @@ class Suspect:
         layer: as stored; its pre_quant_scale includes one that was folded into the norm in front.
         source: W of the source, float32 [out, in].
         max_step_error: the limit within which each weight must lie, in rounding steps.
+        max_clip: int4 weights up to this multiple of the largest code may be cut to it; 1 where none are.
     """
 
     layer: QuantizedLinear
     source: FloatArray
     max_step_error: float
+    max_clip: float = 1.0
 
     @property
     def target(self) -> FloatArray:
-        """W / p: what the stored weight should mean."""
+        """W / p: what the stored weight should mean, cut to the codes' range where the format clips."""
         p = self.layer.pre_quant_scale
-        return self.source if p is None else self.source / p
+        wanted = self.source if p is None else self.source / p
+        if self.max_clip == 1:
+            return wanted
+        step = self.layer.step()
+        within = np.abs(wanted) <= (INT4_MAX * self.max_clip + _HALF_STEP) * step
+        return np.where(within, np.clip(wanted, -(INT4_MAX + 1) * step, INT4_MAX * step), wanted)
 
     @cached_property
     def bad(self) -> Mask:
@@ -146,7 +163,7 @@ def _scale(suspect: Suspect) -> str:
 def _smoothing(suspect: Suspect) -> str:
     """The pre-quant scale: not in the weight, inverted, or wrong for some inputs."""
     layer, p = suspect.layer, suspect.layer.pre_quant_scale
-    if layer.format not in {"int8_sq", *PACKED}:
+    if layer.format not in SMOOTHED:
         return ""
     if p is not None:
         if suspect.repaired_by(replace(layer, pre_quant_scale=None), slack=_FIT_SLACK):

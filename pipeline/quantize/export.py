@@ -11,6 +11,8 @@ for the files:
   folded weight is rounded to 16 bit first and p is taken back from it, so this is exact as well;
 - in the TensorRT-LLM export, and in w4a8_awq always, layers that read the same tensor share scalar ranges
   (ModelOpt merges them);
+- where weights are clipped, each group keeps the share of its range that was found best, although its
+  weights were rescaled by the shared p (ModelOpt's exporter would forget it);
 - weights are moved onto the quantization grid, by the exporter's own rounding (modelopt.snap_weights).
 
 ModelOpt's exporters then find nothing left to change. Weights are packed from float32, and only
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.schema import QuantizationConfig
 from pipeline.errors import ConfigError, Problem
 from pipeline.quantize import modelopt
-from pipeline.quantize.formats import traits
+from pipeline.quantize.formats import clips_weights, traits
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +119,7 @@ def settle(
     *,
     export: str,
     dtype: torch.dtype,
-    forward_loop: modelopt.ForwardLoop,
+    forward_loop: modelopt.ForwardLoop | None,
 ) -> Settled:
     """Make the live model equal to what the exporter will write (see the module's docstring).
 
@@ -125,16 +127,18 @@ def settle(
         ConfigError: an AWQ format, and an excluded layer reads the same norm as quantized ones, which
             would then see the folded scale as well.
     """
-    made = traits(quantization.format)
+    made = traits(quantization.format, export=export)
     groups = [group for group in find_shared_inputs(model) if group.quantized]
     settled = Settled(norm_offset=_norm_offset(model, groups))
     if made.smoothed:
+        clipping = modelopt.take_clipping(model) if clips_weights(quantization) else {}
         fold = made.grouped and export == "hf"
         if fold:
             _refuse_mixed(groups)
         for group in groups:
             _share_pre_quant_scale(model, group, settled, fold=fold, dtype=dtype)
         modelopt.recalibrate(model, forward_loop if made.static_activations else None)
+        modelopt.apply_clipping(model, clipping)
     if export == "trtllm" or (made.grouped and made.static_activations):
         for group in groups:
             _share_scalar_ranges(model, group)
@@ -205,7 +209,7 @@ def _share_scalar_ranges(model: nn.Module, group: SharedInput) -> None:
                 quantizer.amax = widest.reshape(quantizer.amax.shape)
 
 
-def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype) -> None:
+def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype, smoothed: bool) -> None:
     """Round what is not a code or scale to `dtype`, canonicalize the JSON, add the tokenizer files."""
     import torch
     from safetensors import safe_open
@@ -220,10 +224,18 @@ def finish_hf(source: Path, directory: Path, *, dtype: torch.dtype) -> None:
         save_file(tensors, shard, metadata={"format": "pt"})
     _rewrite_index(directory)
     _rewrite_config(directory / "config.json", dtype=dtype)
-    quantized = directory / "hf_quant_config.json"
-    if quantized.is_file():
-        write_json(quantized, _sort_lists(json.loads(quantized.read_text("utf-8"))))
+    _rewrite_quantization(directory / "hf_quant_config.json", smoothed=smoothed)
     copy_tokenizer(source, directory)
+
+
+def _rewrite_quantization(path: Path, *, smoothed: bool) -> None:
+    """Sort the lists, and say whether there are pre-quant scales: ModelOpt says so of every int4 in groups."""
+    if not path.is_file():
+        return
+    content = json.loads(path.read_text("utf-8"))
+    if "pre_quant_scale" in content["quantization"]:
+        content["quantization"]["pre_quant_scale"] = smoothed
+    write_json(path, _sort_lists(content))
 
 
 def _rewrite_index(directory: Path) -> None:

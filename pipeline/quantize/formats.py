@@ -24,7 +24,8 @@ GROUP_SIZES = (128, 64, 32)
 class FormatTraits:
     """What distinguishes one format from the others while it is made.
 
-    `rounded_by_build`: the checkpoint holds 16-bit weights, and trtllm-build rounds them when it loads them.
+    `quantized`: the checkpoint holds codes. `rounded_by_build`: it holds 16-bit weights, and trtllm-build rounds them
+    when it loads them.
     """
 
     quantized: bool
@@ -41,13 +42,17 @@ _TRAITS: Mapping[Format, FormatTraits] = {
     "int8_sq": FormatTraits(quantized=True, smoothed=True, static_activations=True),
     "int4_awq": FormatTraits(quantized=True, smoothed=True, grouped=True),
     "w4a8_awq": FormatTraits(quantized=True, smoothed=True, grouped=True, static_activations=True),
-    "int8_wo": FormatTraits(quantized=False, rounded_by_build=True),
-    "int4_wo": FormatTraits(quantized=False, rounded_by_build=True),
+    "int8_wo": FormatTraits(quantized=True),
+    "int4_wo": FormatTraits(quantized=True, grouped=True),
 }
+# TensorRT-LLM's loader rounds these itself and wants scales that ModelOpt does not write.
+_ROUNDED_BY_BUILD: frozenset[Format] = frozenset({"int8_wo", "int4_wo"})
 
 
-def traits(name: Format) -> FormatTraits:
-    """Look a format up."""
+def traits(name: Format, *, export: str) -> FormatTraits:
+    """Look a format up as it is in the checkpoint layout `export`, "hf" or "trtllm"."""
+    if export == "trtllm" and name in _ROUNDED_BY_BUILD:
+        return FormatTraits(quantized=False, rounded_by_build=True)
     return _TRAITS[name]
 
 
@@ -56,9 +61,20 @@ _INT8_PER_TENSOR: dict[str, Any] = {"num_bits": 8, "axis": None}
 _INT8_PER_CHANNEL: dict[str, Any] = {"num_bits": 8, "axis": 0}
 
 
+def clips_weights(quantization: QuantizationConfig) -> bool:
+    """Whether ranges are narrower than the weights, so that the largest ones are cut to the last code."""
+    return quantization.format == "int4_awq" and quantization.awq != "lite"
+
+
+def needs_text(quantization: QuantizationConfig, *, export: str) -> bool:
+    """Whether text is fed at all: to observers, or once, for the rows that `probes` records of quantized layers."""
+    return traits(quantization.format, export=export).quantized or needs_calibration(quantization, export=export)
+
+
 def needs_calibration(quantization: QuantizationConfig, *, export: str) -> bool:
-    """Whether any quantizer has to see text: all formats but 16 bit without a quantized KV cache."""
-    return traits(quantization.format).quantized or stores_kv_scales(quantization, export=export)
+    """Whether any quantizer has to see text; plain rounding of weights (int8_wo, int4_wo) does not."""
+    made = traits(quantization.format, export=export)
+    return made.smoothed or made.static_activations or stores_kv_scales(quantization, export=export)
 
 
 def stores_kv_scales(quantization: QuantizationConfig, *, export: str) -> bool:
@@ -95,8 +111,7 @@ def select_layers(linears: Shapes, modules: Iterable[str], quantization: Quantiz
     ]
     if problems:
         raise ConfigError("quantization.exclude names modules that do not exist", problems=problems)
-    made = traits(quantization.format)
-    if not made.quantized and not made.rounded_by_build:
+    if not _TRAITS[quantization.format].quantized:
         return ()
     selected = tuple(name for name in linears if not _is_excluded(name, quantization.exclude))
     if not selected:
@@ -157,7 +172,8 @@ def quantizer_config(quantization: QuantizationConfig, excluded: Iterable[str], 
     Starts from "nothing is quantized", enables the format's quantizers on linear layers and closes with
     the excluded layers by name, so that no entry can undo an earlier one by accident.
     """
-    weights, activations, algorithm = _format_entries(quantization)
+    made = traits(quantization.format, export=export)
+    weights, activations, algorithm = _format_entries(quantization) if made.quantized else (None, None, "max")
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     if weights is not None:
         entries.append({"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": weights})
@@ -170,21 +186,36 @@ def quantizer_config(quantization: QuantizationConfig, excluded: Iterable[str], 
     return {"quant_cfg": entries, "algorithm": algorithm}
 
 
+_Attributes = dict[str, Any]
+
+
 def _format_entries(
     quantization: QuantizationConfig,
-) -> tuple[dict[str, Any] | list[dict[str, Any]] | None, dict[str, Any] | None, str | dict[str, Any]]:
-    grouped = {"num_bits": 4, "block_sizes": {-1: quantization.group_size, "type": "static"}}
-    match quantization.format:
-        case "bf16" | "fp16" | "int8_wo" | "int4_wo":
-            return None, None, "max"
-        case "fp8":
-            return dict(_E4M3_PER_TENSOR), dict(_E4M3_PER_TENSOR), "max"
-        case "int8_sq":
-            smoothing = {"method": "smoothquant", "alpha": quantization.smoothquant_alpha}
-            return dict(_INT8_PER_CHANNEL), dict(_INT8_PER_TENSOR), smoothing
-        case "int4_awq":
-            return grouped, None, {"method": "awq_lite", "alpha_step": 0.1}
-        case "w4a8_awq":
-            # int4 in groups, and what that gives once more to float8, which the kernel multiplies with.
-            twice = [grouped, dict(_E4M3_PER_TENSOR)]
-            return twice, dict(_E4M3_PER_TENSOR), {"method": "awq_lite", "alpha_step": 0.1}
+) -> tuple[_Attributes | list[_Attributes] | None, _Attributes | None, str | dict[str, Any]]:
+    """Attributes of weight and of input quantizers, None for none, and the algorithm that sets their ranges."""
+    grouped: _Attributes = {"num_bits": 4, "block_sizes": {-1: quantization.group_size, "type": "static"}}
+    # int4 in groups, and what that gives once more to float8, which the kernel multiplies with.
+    twice = [grouped, dict(_E4M3_PER_TENSOR)]
+    weights: Mapping[Format, _Attributes | list[_Attributes]] = {
+        "fp8": dict(_E4M3_PER_TENSOR),
+        "int8_sq": dict(_INT8_PER_CHANNEL),
+        "int8_wo": dict(_INT8_PER_CHANNEL),
+        "int4_awq": grouped,
+        "int4_wo": grouped,
+        "w4a8_awq": twice,
+    }
+    activations: Mapping[Format, _Attributes] = {
+        "fp8": dict(_E4M3_PER_TENSOR),
+        "int8_sq": dict(_INT8_PER_TENSOR),
+        "w4a8_awq": dict(_E4M3_PER_TENSOR),
+    }
+    awq: dict[str, Any] = {"method": f"awq_{quantization.awq}"}
+    if quantization.awq != "clip":
+        awq["alpha_step"] = 0.1
+    algorithms: Mapping[Format, dict[str, Any]] = {
+        "int8_sq": {"method": "smoothquant", "alpha": quantization.smoothquant_alpha},
+        "int4_awq": awq,
+        "w4a8_awq": awq,
+    }
+    name = quantization.format
+    return weights.get(name), activations.get(name), algorithms.get(name, "max")

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.core.progress import Progress
-from pipeline.quantize.checkpoint_reader import CheckpointReader
+from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.diagnosis import Suspect, input_cause, step_errors, weight_cause
 from pipeline.quantize.limits import Limits
 from pipeline.quantize.numerics import norm, relative_l2, sqnr_db
 from pipeline.quantize.readers import HuggingFaceReader
-from pipeline.quantize.reference import PACKED, QuantizedLinear
+from pipeline.quantize.reference import PACKED, SMOOTHED, QuantizedLinear
 from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles
 
@@ -38,7 +38,7 @@ def folded_scales(source: HuggingFaceReader, reader: CheckpointReader) -> dict[s
     p = exported weight / source weight, and 1 where the source's is 0 (that input is always 0). Only
     the Hugging Face export of AWQ folds; elsewhere a changed norm is an error that `check_plain_tensors` reports.
     """
-    if reader.format not in PACKED or not isinstance(reader, HuggingFaceReader):
+    if reader.format not in PACKED & SMOOTHED or not isinstance(reader, HuggingFaceReader):
         return {}
     scales: dict[str, FloatArray] = {}
     for name in source.tensors:
@@ -51,7 +51,7 @@ def folded_scales(source: HuggingFaceReader, reader: CheckpointReader) -> dict[s
 
 
 def check_plain_tensors(
-    source: HuggingFaceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], *, skip: frozenset[str]
+    source: SourceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], *, skip: frozenset[str]
 ) -> list[Check]:
     """Every tensor that is not quantized equals the source's after rounding to 16 bit, bit for bit.
 
@@ -62,7 +62,7 @@ def check_plain_tensors(
 
 
 def _changed(
-    source: HuggingFaceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], skip: frozenset[str]
+    source: SourceReader, reader: CheckpointReader, folded: Mapping[str, FloatArray], skip: frozenset[str]
 ) -> Iterator[tuple[str, str, str]]:
     quantized = set(reader.quantized_modules())
     tied = () if "lm_head.weight" in source.tensors else ("lm_head.weight",)
@@ -147,11 +147,10 @@ def with_folded_scale(module: str, layer: QuantizedLinear, folded: Mapping[str, 
 def _check_weight(
     module: str, layer: QuantizedLinear, source: FloatArray, limits: Limits, *, folded: bool
 ) -> list[Check]:
-    suspect = Suspect(layer=layer, source=source, max_step_error=limits.max_step_error)
-    target, p = suspect.target, layer.pre_quant_scale
-    difference = layer.weight - target
-    error = norm(difference if p is None else difference * p) / max(norm(source), _TINY)
-    worst = float(step_errors(layer, target).max())
+    suspect = Suspect(layer=layer, source=source, max_step_error=limits.max_step_error, max_clip=limits.max_clip)
+    p = layer.pre_quant_scale
+    error = norm((layer.weight if p is None else layer.weight * p) - source) / max(norm(source), _TINY)
+    worst = float(step_errors(layer, suspect.target).max())
     step = Check(name="weight.max_step_error", layer=module, value=worst, limit=limits.max_step_error)
     whole = Check(name="weight.relative_l2", layer=module, value=error, limit=limits.max_weight_error)
     if not step.passed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +68,8 @@ def _guarded(doing: str) -> Iterator[None]:
             logging.disable(disabled_level)
 
 
-def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: ForwardLoop) -> None:
-    """Insert quantizers as `config` says and calibrate them with `forward_loop`."""
+def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: ForwardLoop | None) -> None:
+    """Insert quantizers as `config` says and calibrate them with `forward_loop`; without one, the weights' only."""
     import torch
 
     with _guarded(f"quantize ({config['algorithm']})"), torch.no_grad():
@@ -86,6 +86,24 @@ def recalibrate(model: nn.Module, forward_loop: ForwardLoop | None) -> None:
         import modelopt.torch.quantization as mtq
 
         mtq.calibrate(model, algorithm="max", forward_loop=forward_loop)
+
+
+def take_clipping(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by layer the share of each group's range that its weight quantizer uses; afterwards it uses all."""
+    import torch
+
+    found = {name: stages(quantizer)[0].amax.clone() for name, quantizer in weight_quantizers(model).items()}
+    recalibrate(model, None)
+    whole = weight_quantizers(model)
+    return {name: torch.nan_to_num(amax / stages(whole[name])[0].amax, nan=1.0) for name, amax in found.items()}
+
+
+def apply_clipping(model: nn.Module, shares: Mapping[str, torch.Tensor]) -> None:
+    """Narrow the range of each group to its share, from `take_clipping`."""
+    quantizers = weight_quantizers(model)
+    for name, share in shares.items():
+        quantizer = stages(quantizers[name])[0]
+        quantizer.amax = quantizer.amax * share
 
 
 def weight_quantizers(model: nn.Module) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from pipeline.quantize import calibration as text
 from pipeline.quantize import export as writing
 from pipeline.quantize import modelopt, probes, trtllm_export
 from pipeline.quantize.formats import (
+    FormatTraits,
     check_group_size,
     needs_calibration,
+    needs_text,
     quantizer_config,
     select_layers,
     stores_kv_scales,
@@ -63,7 +65,12 @@ class _Job:
     @property
     def quantized(self) -> tuple[str, ...]:
         """Layers that ModelOpt quantizes."""
-        return self.selected if traits(self.quantization.format).quantized else ()
+        return self.selected if self.made.quantized else ()
+
+    @property
+    def made(self) -> FormatTraits:
+        """What the format is in the layout that was asked for."""
+        return traits(self.quantization.format, export=self.export)
 
     @property
     def target(self) -> trtllm_export.Target:
@@ -130,7 +137,7 @@ def quantize(
     )
     if export == "trtllm":
         job = replace(job, family=trtllm_export.check_target(job.target))
-    if traits(quantization.format).grouped:
+    if job.made.grouped:
         check_group_size({name: linears[name] for name in selected}, quantization.group_size, tensor_parallel_size)
     rows = _draw(job, calibration)
     out.mkdir(parents=True, exist_ok=True)
@@ -170,13 +177,8 @@ def _make(job: _Job, rows: text.TokenRows | None, batch_size: int, out: Path) ->
 
 def _check(config: Any, quantization: QuantizationConfig, selected: tuple[str, ...], *, export: Export) -> None:  # noqa: ANN401 - see read_config
     architecture = (config.architectures or ["unknown"])[0]
-    if export == "hf" and traits(quantization.format).rounded_by_build:
-        raise ConfigError(
-            f"{quantization.format} has no Hugging Face form: its weights are rounded by trtllm-build",
-            hint="Set engine.target: tensorrt_llm, or pick int4_awq.",
-        )
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts and traits(quantization.format).quantized:
+    if experts and traits(quantization.format, export=export).quantized:
         raise ConfigError(
             f"{architecture} has {experts} experts per layer; quantizing mixtures of experts is not supported",
             hint="Set quantization.format to bf16 or fp16.",
@@ -191,18 +193,22 @@ def _check(config: Any, quantization: QuantizationConfig, selected: tuple[str, .
 def _draw(job: _Job, calibration: CalibrationConfig) -> text.TokenRows | None:
     if job.quantization.kv_cache == "int8" and not stores_kv_scales(job.quantization, export=job.export):
         job.progress.note("kv_cache int8: the checkpoint carries no scales; the runtime finds its own")
-    if not needs_calibration(job.quantization, export=job.export):
+    if not needs_text(job.quantization, export=job.export):
         return None
+    wanted = calibration.num_samples if needs_calibration(job.quantization, export=job.export) else 1
     rows = text.sample(
         calibration.dataset,
         job.source,
-        num_samples=calibration.num_samples,
+        num_samples=wanted,
         max_seq_len=calibration.max_seq_len,
         seed=calibration.seed,
     )
+    if not needs_calibration(job.quantization, export=job.export):
+        job.progress.note(f"{job.quantization.format}: nothing is calibrated; one sequence is recorded for the proof")
+        return rows
     job.progress.note(
         f"calibration: {len(rows.rows)} sequences of {len(rows.rows[0])} tokens from {rows.record['source']['name']}"
-        + (f" ({calibration.num_samples} asked for; the text has no more)" * (len(rows.rows) < calibration.num_samples))
+        + (f" ({wanted} asked for; the text has no more)" * (len(rows.rows) < wanted))
     )
     return rows
 
@@ -210,7 +216,8 @@ def _draw(job: _Job, calibration: CalibrationConfig) -> text.TokenRows | None:
 def _calibrate(job: _Job, model: nn.Module, rows: text.TokenRows, batch_size: int) -> writing.Settled:
     import torch
 
-    forward_loop = _forward_loop(job, rows, batch_size)
+    observed = needs_calibration(job.quantization, export=job.export)
+    forward_loop = _forward_loop(job, rows, batch_size) if observed else None
     config = quantizer_config(job.quantization, job.excluded, export=job.export)
     modelopt.quantize_in_place(model, config, forward_loop)
     settled = writing.settle(
@@ -250,7 +257,7 @@ def _check_quantizers(job: _Job, model: nn.Module) -> None:
         Problem(where=name, message="is quantized and should not be.")
         for name in sorted(weights.keys() - set(job.quantized))
     ]
-    if traits(job.quantization.format).static_activations:
+    if job.made.static_activations:
         problems += [
             Problem(where=name, message="has no activation observer.") for name in job.quantized if name not in inputs
         ]
@@ -283,7 +290,7 @@ def _export(job: _Job, model: nn.Module, out: Path) -> None:
     job.progress.note(f"export {job.export}/")
     if job.export == "hf":
         modelopt.export_hf(model, directory)
-        writing.finish_hf(job.source, directory, dtype=dtype)
+        writing.finish_hf(job.source, directory, dtype=dtype, smoothed=job.made.smoothed)
     else:
         decoder = job.family.decoder if job.family else None
         if decoder is None:
@@ -303,7 +310,7 @@ def _finish_trtllm(job: _Job, directory: Path) -> None:
     if job.family is None:
         raise TypeError("a TensorRT-LLM checkpoint needs a layout")
     trtllm_export.finish(job.target, job.family, directory)
-    if traits(job.quantization.format).rounded_by_build:
+    if job.made.rounded_by_build:
         job.progress.note(
             f"{job.quantization.format}: the checkpoint holds 16-bit weights; trtllm-build rounds them on the GPU "
             "node, and what that costs in quality is not measured here"
@@ -311,10 +318,10 @@ def _finish_trtllm(job: _Job, directory: Path) -> None:
 
 
 def _describe(job: _Job, settled: writing.Settled) -> dict[str, Any]:
-    made = traits(job.quantization.format)
-    return {
+    smoothed = {"awq": job.quantization.awq} if job.made.grouped and job.made.smoothed else {}
+    return smoothed | {
         "format": job.quantization.format,
-        "group_size": job.quantization.group_size if made.grouped else None,
+        "group_size": job.quantization.group_size if job.made.grouped else None,
         "smoothquant_alpha": job.quantization.smoothquant_alpha if job.quantization.format == "int8_sq" else None,
         "kv_cache": job.quantization.kv_cache,
         "kv_cache_scales": stores_kv_scales(job.quantization, export=job.export),

@@ -9,8 +9,9 @@ memory: every call reads what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import IntegrityError
 from pipeline.quantize.checkpoint_reader import (
@@ -22,7 +23,7 @@ from pipeline.quantize.checkpoint_reader import (
     read_json,
     sixteen_bit_dtype,
 )
-from pipeline.quantize.reference import LinearFormat, QuantizedLinear
+from pipeline.quantize.reference import INT8, PACKED, LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, cast
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
 
@@ -43,6 +44,11 @@ def read_quantized(directory: Path) -> CheckpointReader:
     return HuggingFaceReader(directory)
 
 
+def _without_smoothing(declared: LinearFormat, quantization: Mapping[str, Any]) -> LinearFormat:
+    """ModelOpt calls all int4 in groups AWQ; without pre-quant scales nothing was weighed by activations."""
+    return "int4_wo" if declared == "int4_awq" and quantization.get("pre_quant_scale") is False else declared
+
+
 class HuggingFaceReader:
     """The unified Hugging Face layout; also reads a plain checkpoint, such as the source itself.
 
@@ -58,7 +64,7 @@ class HuggingFaceReader:
         self.tensors = TensorFiles(directory)
         file = directory / "hf_quant_config.json"
         quantization = read_json(file).get("quantization", {}) if file.exists() else {}
-        self.format = format_of(quantization, file)
+        self.format: LinearFormat = _without_smoothing(format_of(quantization, file), quantization)
         self.group_size: int | None = quantization.get("group_size")
         self.excluded = tuple(sorted(quantization.get("exclude_modules") or ()))
         self.kv_cache_algorithm: str | None = quantization.get("kv_cache_quant_algo")
@@ -107,6 +113,7 @@ class HuggingFaceReader:
         if not self.has_tensor(weight):
             raise IntegrityError(f"{self.directory} lacks tensor {weight}.")
         kind = self._kind(self.tensors[self._stored_name(weight)].dtype)
+        zero_point, order = f"{module}.weight_zero_point", f"{module}.weight_input_order"
         if kind == "float":
             return QuantizedLinear(format=kind, codes=self.tensor(weight), bias=stored_bias)
         return QuantizedLinear(
@@ -116,13 +123,16 @@ class HuggingFaceReader:
             second_scale=self._scalar(f"{module}.weight_scale_2"),
             input_scale=self._scalar(f"{module}.input_scale"),
             pre_quant_scale=self._optional(f"{module}.pre_quant_scale"),
+            zero_point=self.tensors.raw(zero_point) if zero_point in self.tensors else None,
+            input_order=self.tensors.raw(order) if order in self.tensors else None,
             bias=stored_bias,
         )
 
     def _kind(self, dtype: str) -> LinearFormat:
-        """How a weight of a storage type computes; packed codes do not tell int4_awq from w4a8_awq."""
-        packed: LinearFormat = "w4a8_awq" if self.format == "w4a8_awq" else "int4_awq"
-        kinds: dict[str, LinearFormat] = {"F8_E4M3": "fp8", "I8": "int8_sq", "U8": packed}
+        """How a weight of a storage type computes; several formats share one, and the declared one decides."""
+        packed: LinearFormat = self.format if self.format in PACKED else "int4_awq"
+        whole: LinearFormat = self.format if self.format in INT8 else "int8_sq"
+        kinds: dict[str, LinearFormat] = {"F8_E4M3": "fp8", "I8": whole, "U8": packed}
         return kinds.get(dtype, "float")
 
     def _optional(self, name: str) -> FloatArray | None:

@@ -9,12 +9,15 @@ With W of shape [out, in] and x of shape [n, in], a quantized linear layer compu
     float      w                                             x
     fp8        w_e4m3 * s, s scalar                          e4m3(x / a) * a
     int8_sq    w_i8 * s[:, None]                             clamp(round(x p / a), -128, 127) * a
+    int8_wo    w_i8 * s[:, None]                             x
     int4_awq   q * s, each s repeated over g inputs          x p
+    int4_wo    (q - z) * s, each repeated over g inputs      x
     w4a8_awq   e4m3(q * s / s2) * s2                         e4m3(x p / a) * a
 
-s is `weight_scale`, s2 is `weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when
-absent), e4m3 rounds to float8 E4M3 after clamping to +-448. int4 codes are packed in pairs along *out*: byte
-[r, c] holds row 2r in its low nibble and row 2r + 1 in its high nibble, two's complement.
+s is `weight_scale`, z is `weight_zero_point` (0 when absent; only int4 made elsewhere has one), s2 is
+`weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when absent), e4m3 rounds to float8
+E4M3 after clamping to +-448. int4 codes are packed in pairs along *out*: byte [r, c] holds row 2r in its low nibble
+and row 2r + 1 in its high nibble, two's complement.
 
 A weight smoothed by p was stored as W / p: the layer computes the source's function only with both.
 """
@@ -31,8 +34,10 @@ import numpy.typing as npt
 from pipeline.errors import IntegrityError
 from pipeline.quantize.tensor_files import FloatArray
 
-LinearFormat = Literal["float", "fp8", "int8_sq", "int4_awq", "w4a8_awq"]
-PACKED: frozenset[LinearFormat] = frozenset({"int4_awq", "w4a8_awq"})
+LinearFormat = Literal["float", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "w4a8_awq"]
+INT8: frozenset[LinearFormat] = frozenset({"int8_sq", "int8_wo"})
+PACKED: frozenset[LinearFormat] = frozenset({"int4_awq", "int4_wo", "w4a8_awq"})
+SMOOTHED: frozenset[LinearFormat] = frozenset({"int8_sq", "int4_awq", "w4a8_awq"})
 FP8_ACTIVATIONS: frozenset[LinearFormat] = frozenset({"fp8", "w4a8_awq"})
 Array = npt.NDArray[Any]
 
@@ -94,12 +99,15 @@ class QuantizedLinear:
     """One linear layer as stored; also a layer that is not quantized (format "float").
 
     Attributes:
-        codes: float: float32 [out, in]; fp8: uint8 bit patterns [out, in]; int8_sq: int8 [out, in];
-            int4_awq, w4a8_awq: uint8 [out / 2, in], packed.
-        scale: `weight_scale`, float32: fp8 []; int8_sq [out]; int4_awq, w4a8_awq [out, in / group_size].
+        codes: float: float32 [out, in]; fp8: uint8 bit patterns [out, in]; int8: int8 [out, in];
+            int4: uint8 [out / 2, in], packed.
+        scale: `weight_scale`, float32: fp8 []; int8 [out]; int4 [out, in / group_size].
         second_scale: `weight_scale_2` (w4a8_awq): of the float8 numbers that q * s are rounded to.
         input_scale: scale of the activation per tensor (fp8, int8_sq, w4a8_awq).
         pre_quant_scale: float32 [in], multiplies the input.
+        zero_point: `weight_zero_point` (int4_wo): int8, the shape of `scale`, subtracted from the codes.
+        input_order: `weight_input_order` (int4_wo): int32 [in], the input that each stored column belongs to; None
+            where they are in order. Act-order mixes the groups, and only columns sorted by group have groups.
         bias: float32 [out].
     """
 
@@ -109,6 +117,8 @@ class QuantizedLinear:
     second_scale: float | None = None
     input_scale: float | None = None
     pre_quant_scale: FloatArray | None = None
+    zero_point: Array | None = None
+    input_order: Array | None = None
     bias: FloatArray | None = None
 
     @property
@@ -119,22 +129,25 @@ class QuantizedLinear:
 
     @property
     def group_size(self) -> int | None:
-        """Inputs that share one scale (int4_awq, w4a8_awq)."""
+        """Inputs that share one scale (int4)."""
         if self.format not in PACKED or self.scale is None:
             return None
         return self.shape[1] // self.scale.shape[1]
 
     def levels(self) -> FloatArray:
-        """The codes as numbers, before any scale: float32 [out, in]."""
+        """The codes as numbers less their zero points, before any scale: float32 [out, in]."""
         match self.format:
             case "float":
                 return np.asarray(self.codes, np.float32)
             case "fp8":
                 return decode_e4m3(self.codes)
-            case "int8_sq":
+            case "int8_sq" | "int8_wo":
                 return self.codes.astype(np.float32)
-            case "int4_awq" | "w4a8_awq":
-                return unpack_int4(self.codes).astype(np.float32)
+            case "int4_awq" | "int4_wo" | "w4a8_awq":
+                levels = unpack_int4(self.codes).astype(np.float32)
+                if self.zero_point is not None:
+                    levels -= np.repeat(self.zero_point, levels.shape[1] // self.zero_point.shape[1], axis=1)
+                return levels
 
     def expanded_scale(self) -> FloatArray:
         """`scale` in a shape that broadcasts over [out, in]; one where there is none.
@@ -147,7 +160,7 @@ class QuantizedLinear:
             return np.ones((1, 1), np.float32)
         if self.format == "fp8" and self.scale.size == 1:
             return self.scale.reshape(1, 1)
-        if self.format == "int8_sq" and self.scale.shape == (out_features,):
+        if self.format in INT8 and self.scale.shape == (out_features,):
             return self.scale[:, None]
         if self.format in PACKED and self.scale.ndim == 2 and self.scale.shape[0] == out_features:  # noqa: PLR2004
             groups = self.scale.shape[1]
@@ -160,7 +173,8 @@ class QuantizedLinear:
     @cached_property
     def grid_weight(self) -> FloatArray:
         """Codes times scale, float32 [out, in]: the value that each weight was rounded to; decoded once per object."""
-        return self.levels() * self.expanded_scale()
+        stored = self.levels() * self.expanded_scale()
+        return stored if self.input_order is None else stored[:, np.argsort(self.input_order)]
 
     @cached_property
     def weight(self) -> FloatArray:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from pipeline.quantize.checkpoint_reader import SourceReader
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import PACKED, LinearFormat
@@ -19,7 +20,7 @@ from pipeline.quantize.reference import PACKED, LinearFormat
 Broken = Iterator[tuple[str, str, str]]
 
 _SCALES = (".weight_scale", ".weight_scale_2", ".input_scale", ".pre_quant_scale", ".k_scale", ".v_scale")
-_STORED_AS: Mapping[str, str] = {"F8_E4M3": "fp8", "I8": "int8_sq", "U8": "int4"}
+_STORED_AS: Mapping[str, str] = {"F8_E4M3": "fp8", "I8": "int8", "U8": "int4"}
 
 # Fields of the source's config.json that the export must repeat; engines read them from there.
 CONFIG_FIELDS = (
@@ -39,7 +40,7 @@ class Expected:
     optional: bool = False
 
 
-def check_structure(source: HuggingFaceReader, reader: HuggingFaceReader) -> list[Check]:
+def check_structure(source: SourceReader, reader: HuggingFaceReader) -> list[Check]:
     """Check everything that needs no arithmetic.
 
     Args:
@@ -57,7 +58,7 @@ def check_structure(source: HuggingFaceReader, reader: HuggingFaceReader) -> lis
     return checks
 
 
-def linear_modules(source: HuggingFaceReader) -> dict[str, tuple[int, int]]:
+def linear_modules(source: SourceReader) -> dict[str, tuple[int, int]]:
     """Linear layers of a source checkpoint, name -> (out, in): its 2-D weights but the token embedding."""
     return {
         name.removesuffix(".weight"): (info.shape[0], info.shape[1])
@@ -73,7 +74,7 @@ def is_excluded(module: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for name in around for pattern in patterns)
 
 
-def expected_tensors(source: HuggingFaceReader, reader: HuggingFaceReader) -> dict[str, Expected]:
+def expected_tensors(source: SourceReader, reader: HuggingFaceReader) -> dict[str, Expected]:
     """Every tensor of the unified Hugging Face layout for this source and the export's format."""
     linears = linear_modules(source)
     plain = "BF16" if reader.dtype == "bfloat16" else "F16"
@@ -105,19 +106,23 @@ def _quantized_tensors(
     grouped = {
         "weight": Expected(dtypes=("U8",), shape=(rows // 2, columns)),
         "weight_scale": Expected(dtypes=("F32",), shape=(rows, groups)),
-        "pre_quant_scale": smoothing,
+    }
+    per_row = {
+        "weight": Expected(dtypes=("I8",), shape=shape),
+        "weight_scale": Expected(dtypes=("F32",), shape=(rows,)),
     }
     per_format: Mapping[LinearFormat, dict[str, Expected]] = {
         "float": {},
         "fp8": {"weight": Expected(dtypes=("F8_E4M3",), shape=shape), "weight_scale": scalar, "input_scale": scalar},
-        "int8_sq": {
-            "weight": Expected(dtypes=("I8",), shape=shape),
-            "weight_scale": Expected(dtypes=("F32",), shape=(rows,)),
-            "input_scale": scalar,
-            "pre_quant_scale": smoothing,
+        "int8_sq": {**per_row, "input_scale": scalar, "pre_quant_scale": smoothing},
+        "int8_wo": per_row,
+        "int4_awq": {**grouped, "pre_quant_scale": smoothing},
+        "int4_wo": {
+            **grouped,
+            "weight_zero_point": Expected(dtypes=("I8",), shape=(rows, groups), optional=True),
+            "weight_input_order": Expected(dtypes=("I32",), shape=(columns,), optional=True),
         },
-        "int4_awq": grouped,
-        "w4a8_awq": {**grouped, "weight_scale_2": scalar, "input_scale": scalar},
+        "w4a8_awq": {**grouped, "pre_quant_scale": smoothing, "weight_scale_2": scalar, "input_scale": scalar},
     }
     return {f"{module}.{suffix}": tensor for suffix, tensor in per_format[reader.format].items()}
 
@@ -172,7 +177,7 @@ def _bad_scales(reader: HuggingFaceReader) -> Broken:
             yield name.rpartition(".")[0], detail, "corrupted scale"
 
 
-def _bad_excludes(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broken:
+def _bad_excludes(source: SourceReader, reader: HuggingFaceReader) -> Broken:
     """Layers whose storage contradicts the exclude list, which is how an engine decides what to load."""
     if reader.format == "float":
         return
@@ -183,7 +188,7 @@ def _bad_excludes(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broke
             yield module, "the layer is quantized and the exclude list says that it is not", "exclude list too wide"
 
 
-def _wrong_config(source: HuggingFaceReader, reader: HuggingFaceReader) -> Broken:
+def _wrong_config(source: SourceReader, reader: HuggingFaceReader) -> Broken:
     for field in CONFIG_FIELDS:
         if field not in source.config:
             continue

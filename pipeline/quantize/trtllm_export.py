@@ -165,7 +165,7 @@ def stored_excludes(target: Target) -> tuple[str, ...]:
 def finish(target: Target, family: Family, directory: Path) -> None:
     """Replace ModelOpt's config.json, add lm_head where the exporter left it out, and the tokenizer files."""
     written = json.loads((directory / "config.json").read_text("utf-8")) if family.decoder else {}
-    made = traits(target.quantization.format)
+    made = traits(target.quantization.format, export="trtllm")
     excluded = stored_excludes(target) if made.quantized or made.rounded_by_build else ()
     config = checkpoint_config(
         target.config,

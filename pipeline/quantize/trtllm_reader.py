@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import IntegrityError
-from pipeline.quantize.checkpoint_reader import CODES, WEIGHT_ONLY, format_name, format_of, model_order, read_json
-from pipeline.quantize.reference import PACKED, Array, QuantizedLinear
+from pipeline.quantize.checkpoint_reader import CODES, format_name, format_of, model_order, read_json
+from pipeline.quantize.reference import PACKED, Array, LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, cast
 from pipeline.quantize.trtllm_layout import Layout, Place
 
 # Stored suffixes that hold one number per output (and perhaps per group of inputs), or one per input.
 _PER_INPUT = "prequant_scaling_factor"
 _SCALAR_SIZE = 1
+
+
+_ROUNDED_BY_BUILD: frozenset[LinearFormat] = frozenset({"int8_wo", "int4_wo"})
 
 
 class TensorRTLLMReader:
@@ -48,13 +51,14 @@ class TensorRTLLMReader:
             )
         self.ranks = tuple(TensorFiles(directory, f"rank{rank}.safetensors") for rank in range(world))
         self.quantization: dict[str, Any] = self.config.get("quantization") or {}
-        self.format = format_of(self.quantization, directory / "config.json")
+        declared = format_of(self.quantization, directory / "config.json")
+        # The weights of these are 16 bit in the file; trtllm-build rounds them when it loads them.
+        self.format: LinearFormat = "float" if declared in _ROUNDED_BY_BUILD else declared
         self.group_size: int | None = self.quantization.get("group_size") if self.format in PACKED else None
         self.excluded = tuple(sorted(self.quantization.get("exclude_modules") or ()))
         self.kv_cache_algorithm: str | None = self.quantization.get("kv_cache_quant_algo")
         self.dtype = str(self.config.get("dtype"))
-        algorithm = self.quantization.get("quant_algo")
-        self.name = WEIGHT_ONLY.get(str(algorithm)) or format_name(self.format, self.dtype)
+        self.name = format_name(declared, self.dtype)
 
     def quantized_modules(self) -> tuple[str, ...]:
         """Names of the layers whose weight is stored as codes, in model order."""

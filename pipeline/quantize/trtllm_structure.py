@@ -173,8 +173,8 @@ def _linear_tensors(stored: _Stored, reader: TensorRTLLMReader, plain: str) -> d
                 tensors["weight"] = of("I8", shape=(rows // 2, columns))
                 tensors["weights_scaling_factor"] = of("F32", shape=(rows, groups))
                 tensors["prequant_scaling_factor"] = smoothing
-            case "float":
-                pass
+            case "float" | "int8_wo" | "int4_wo":
+                pass  # 16-bit weights, which trtllm-build may round
         if reader.format == "w4a8_awq":
             tensors["weights_scaling_factor_2"] = scalar
         if reader.format in _STATIC_ACTIVATIONS:

@@ -15,25 +15,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.config.rules import UNQUANTIZED
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import Problem, VerificationError
 from pipeline.quantize.calibration import SHIPPED_HELD, TextEncoder, draw_rows, read_documents
-from pipeline.quantize.checkpoint_reader import WEIGHT_ONLY, CheckpointReader, model_order, read_json
+from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader, model_order, read_json
 from pipeline.quantize.checks import Check, rounded, rule
 from pipeline.quantize.fake_quant import build_model, compare_models
+from pipeline.quantize.foreign.check import check_converted
+from pipeline.quantize.foreign.reader import is_quantized, read_foreign
 from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
-from pipeline.quantize.limits import Limits, limits_for
+from pipeline.quantize.limits import CLIPPED, Limits, limits_for
 from pipeline.quantize.numerics import Distribution
 from pipeline.quantize.readers import HuggingFaceReader, read_quantized
 from pipeline.quantize.structure import check_structure
+from pipeline.quantize.tasks import mark_answers, read_task
 from pipeline.quantize.tensor_files import TensorFiles
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
 from pipeline.quantize.trtllm_structure import check_trtllm_structure
@@ -44,36 +49,45 @@ _WORST_LAYERS = 5
 
 
 def verify(
-    source: SourceCheckpoint, quantized: QuantizedCheckpoint, limits: VerifyConfig, *, out: Path, progress: Progress
+    source: SourceCheckpoint,
+    quantized: QuantizedCheckpoint,
+    limits: VerifyConfig,
+    *,
+    out: Path,
+    progress: Progress,
+    tasks: Sequence[Path] = (),
 ) -> None:
     """Check `quantized` against `source` and write report.json to `out`.
+
+    Besides the checks, the report holds sums over blocks of text and each task's answers, right or wrong, of
+    both models: what the quality gate makes its intervals of.
 
     Raises:
         VerificationError: a check failed; lists each failed layer with its cause. The report is written.
         IntegrityError: a file is missing, damaged or of a kind that cannot be read.
         ConfigError: the held text is unusable.
     """
-    original = HuggingFaceReader(source.path)
     reader = read_quantized(quantized.path)
     bounds = limits_for(reader.format, limits)
-    checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
-    broken = frozenset(check.layer for check in checks if not check.passed)
-    folded = folded_scales(original, reader)
-    checks += check_plain_tensors(original, reader, folded, skip=broken)
-    probes = TensorFiles(quantized.path, "probes.safetensors") if reader.format != "float" else None
-    checks += check_layers(original, reader, probes, bounds, folded, skip=broken, progress=progress)
+    elsewhere = is_quantized(source.path)
+    if elsewhere:
+        checks = _check_converted(source, quantized, reader, progress)
+    else:
+        checks = _check_made_here(source, quantized, reader, bounds, progress)
+    baseline = limits.reference if elsewhere else source.path
     scored = None
-    if all(check.passed for check in checks):
-        scored = _score(source, reader, limits, progress)
-        checks += _check_end_to_end(scored, bounds)
-        progress.note(_summary(reader, scored))
-    for words in _not_run(reader):
+    if all(check.passed for check in checks) and baseline is not None:
+        scored = _score(baseline, reader, limits, tasks, progress)
+        checks += _check_end_to_end(scored.text, bounds)
+        progress.note(_summary(reader, scored.text))
+    not_run = _not_run(reader, scored_against=baseline)
+    for words in not_run:
         progress.note(f"not run: {words}")
     failed = [check for check in checks if not check.passed]
     # What lies in log/ is kept when a stage fails.
     report = out / "log" / "report.json" if failed else out / "report.json"
     report.parent.mkdir(exist_ok=True)
-    _write_report(report, reader, checks, scored)
+    _write_report(report, reader, checks, scored, not_run)
     if failed:
         raise VerificationError(
             f"the {reader.name} checkpoint does not compute what its source computes: "
@@ -83,8 +97,38 @@ def verify(
         )
 
 
-def _check_structure(original: HuggingFaceReader, reader: CheckpointReader) -> list[Check]:
-    if isinstance(reader, TensorRTLLMReader):
+def _check_made_here(
+    source: SourceCheckpoint,
+    quantized: QuantizedCheckpoint,
+    reader: CheckpointReader,
+    bounds: Limits,
+    progress: Progress,
+) -> list[Check]:
+    """Structure, then every tensor and layer against the source's numbers."""
+    if read_json(quantized.path / "quantization.json").get("awq") in {"clip", "full"}:
+        bounds = replace(bounds, max_clip=CLIPPED)
+    original = HuggingFaceReader(source.path)
+    checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
+    broken = frozenset(check.layer for check in checks if not check.passed)
+    folded = folded_scales(original, reader)
+    checks += check_plain_tensors(original, reader, folded, skip=broken)
+    probes = TensorFiles(quantized.path, "probes.safetensors") if reader.format != "float" else None
+    return checks + check_layers(original, reader, probes, bounds, folded, skip=broken, progress=progress)
+
+
+def _check_converted(
+    source: SourceCheckpoint, quantized: QuantizedCheckpoint, reader: CheckpointReader, progress: Progress
+) -> list[Check]:
+    """Structure, then every tensor and decoded weight against what the checkpoint made elsewhere stores."""
+    original = read_foreign(source.path)
+    checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
+    broken = frozenset(check.layer for check in checks if not check.passed)
+    checks += check_plain_tensors(original, reader, {}, skip=broken)
+    return checks + check_converted(original, reader, skip=broken, progress=progress)
+
+
+def _check_structure(original: SourceReader, reader: CheckpointReader) -> list[Check]:
+    if isinstance(reader, TensorRTLLMReader) and isinstance(original, HuggingFaceReader):
         return check_trtllm_structure(original, reader)
     if isinstance(reader, HuggingFaceReader):
         return check_structure(original, reader)
@@ -109,14 +153,35 @@ def _unlike_record(record: Mapping[str, Any], reader: CheckpointReader) -> Itera
         yield "", f"the checkpoint is {reader.name}, {record.get('format')} was asked for", ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Scores:
+    """Both models on the same text and questions; `tasks`: name, and per question right (1) or wrong (0)."""
+
+    text: Distribution
+    sequences: int
+    tasks: Sequence[Mapping[str, Any]]
+
+
 def _score(
-    source: SourceCheckpoint, reader: CheckpointReader, limits: VerifyConfig, progress: Progress
-) -> Distribution:
+    source: Path, reader: CheckpointReader, limits: VerifyConfig, tasks: Sequence[Path], progress: Progress
+) -> _Scores:
     """Run both models on held text; the source is rounded to 16 bit as the checkpoint's layout rounds it."""
-    ids = held_ids(source.path, limits)
-    baseline = build_model(source.path, HuggingFaceReader(source.path, rounding=reader.rounded), resident=False)
-    config_directory = reader.directory if isinstance(reader, HuggingFaceReader) else source.path
-    return compare_models(baseline, build_model(config_directory, reader, resident=False), ids, progress)
+    ids = held_ids(source, limits)
+    config_directory = reader.directory if isinstance(reader, HuggingFaceReader) else source
+    sides = (
+        (source, HuggingFaceReader(source, rounding=reader.rounded)),
+        (config_directory, reader),
+    )
+    baseline, tested = (build_model(directory, side, resident=False) for directory, side in sides)
+    text = compare_models(baseline, tested, ids, progress)
+    # Answers are generated token by token, so the layers stay in memory, of one model at a time.
+    questions = {path.name: read_task(path) for path in tasks}
+    marks = [
+        mark_answers(build_model(directory, side, resident=True), source, questions, progress) if tasks else {}
+        for directory, side in sides
+    ]
+    answers = [{"file": name, "source": marks[0][name], "quantized": marks[1][name]} for name in questions]
+    return _Scores(text=text, sequences=len(ids), tasks=answers)
 
 
 def held_ids(directory: Path, limits: VerifyConfig) -> npt.NDArray[np.int64]:
@@ -137,10 +202,12 @@ def held_ids(directory: Path, limits: VerifyConfig) -> npt.NDArray[np.int64]:
     return np.array(drawn.rows, np.int64)
 
 
-def _not_run(reader: CheckpointReader) -> list[str]:
+def _not_run(reader: CheckpointReader, *, scored_against: Path | None) -> list[str]:
     """What the built engine computes and these checks do not, in words for a user."""
     words = []
-    if reader.name in WEIGHT_ONLY.values():
+    if scored_against is None:
+        words.append("end to end: the source is quantized already, and verify.reference names no 16-bit checkpoint")
+    if reader.format == "float" and reader.name not in UNQUANTIZED:
         words.append(
             f"the rounding to {reader.name}: trtllm-build does it when it loads the 16-bit weights checked here"
         )
@@ -178,7 +245,13 @@ def _problems(failed: Sequence[Check]) -> list[Problem]:
     return problems
 
 
-def _write_report(path: Path, reader: CheckpointReader, checks: Sequence[Check], scored: Distribution | None) -> None:
+def _write_report(
+    path: Path,
+    reader: CheckpointReader,
+    checks: Sequence[Check],
+    scored: _Scores | None,
+    not_run: Sequence[str],
+) -> None:
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "format": reader.name,
@@ -189,18 +262,21 @@ def _write_report(path: Path, reader: CheckpointReader, checks: Sequence[Check],
             "failed": sum(not check.passed for check in checks),
             "quantized_layers": len(reader.quantized_modules()),
         },
-        "end_to_end": _end_to_end(scored),
-        "not_run": _not_run(reader),
+        "end_to_end": None if scored is None else _end_to_end(scored.text),
+        "blocks": None if scored is None else _blocks(scored),
+        "tasks": [] if scored is None else list(scored.tasks),
+        "not_run": list(not_run),
         "worst_layers": _worst(checks),
         "checks": [check.to_json() for check in checks],
     }
     path.write_text(json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
 
 
-def _end_to_end(scored: Distribution | None) -> Mapping[str, Any] | None:
-    """None when it was not run because a static check had failed."""
-    if scored is None:
-        return None
+def _blocks(scored: _Scores) -> dict[str, list[float | str]]:
+    return {name: [rounded(value) for value in sums] for name, sums in scored.text.blocks(scored.sequences).items()}
+
+
+def _end_to_end(scored: Distribution) -> Mapping[str, Any]:
     return {
         "tokens": scored.tokens,
         "mean_kl_nats": rounded(scored.mean_kl),

@@ -24,9 +24,9 @@ from tests.support.checkpoints import tiny_llama
 
 pytestmark = pytest.mark.heavy
 
-FORMATS = ("bf16", "fp8", "int8_sq", "int4_awq")
+FORMATS = ("bf16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo")
 QUANTIZED = FORMATS[1:]
-CODES = {"fp8": "f8e4m3", "int8_sq": "i8", "int4_awq": "i4"}
+CODES = {"fp8": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
 Fixture = Callable[[str], Any]
 
 
@@ -92,7 +92,7 @@ def modelopt_codes(checkpoint: Path, layer: str, name: str) -> np.ndarray:
 
     with safe_open(checkpoint / "hf" / "model.safetensors", framework="pt") as opened:
         weight = opened.get_tensor(f"{layer}.weight")
-    if name == "int8_sq":
+    if CODES[name] == "i8":
         return weight.numpy()
     if name == "fp8":
         return weight.view(torch.uint8).numpy()
@@ -106,7 +106,7 @@ def modelopt_codes(checkpoint: Path, layer: str, name: str) -> np.ndarray:
 
 def stored_codes(constant: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The integers of a constant [out, in]; OpenVINO keeps the even int4 in the low nibble."""
-    if name != "int4_awq":
+    if CODES[name] != "i4":
         return np.asarray(constant.data).reshape(shape)
     packed = np.asarray(constant.data).view(np.uint8)
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(shape).astype(np.int8)
@@ -212,12 +212,12 @@ def generate(engine: Path, prompts: list[list[int]], *, new_tokens: int) -> list
     return [handle.read_all()[0].generated_ids for handle in handles]
 
 
-@pytest.mark.parametrize(("name", "code"), [("int8_sq", "i8"), ("int4_awq", "i4")])
-def test_integer_weights_stay_compressed_when_executed(engine: Fixture, name: str, code: str) -> None:
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if CODES[name] != "f8e4m3"])
+def test_integer_weights_stay_compressed_when_executed(engine: Fixture, name: str) -> None:
     """The CPU plugin multiplies with the integers instead of unpacking them to floats at load."""
     import openvino as ov
 
-    path = engine(name)
+    path, code = engine(name), CODES[name]
     compiled = ov.Core().compile_model(path / "openvino_model.xml", "CPU", describe(path)["plugin_config"])
     kinds = [
         node.input(1).get_source_output().get_node().get_rt_info()["outputPrecisions"].value

@@ -27,7 +27,15 @@ pytestmark = pytest.mark.heavy
 Tensors = dict[str, torch.Tensor]
 CALIBRATION = CalibrationConfig(num_samples=4, max_seq_len=64, batch_size=2)
 # Against the exported tensors decoded here: float32 sums, and for activations rare rounding ties.
-LIMITS = {"fp8": 1e-3, "int8_sq": 1e-3, "int4_awq": 1e-5}
+LIMITS = {
+    "fp8": 1e-3,
+    "int8_sq": 1e-3,
+    "int8_wo": 1e-5,
+    "int4_awq": 1e-5,
+    "int4_awq clip": 1e-5,
+    "int4_awq full": 1e-5,
+    "int4_wo": 1e-5,
+}
 
 
 def _run(source: Path, out: Path, *, export: Export = "hf", tensor_parallel_size: int = 1, **fields: object) -> Path:
@@ -81,7 +89,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoints(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """Quantize the source once to each format."""
     root = tmp_path_factory.mktemp("quantized")
-    return {name: _open(_run(source, root / name, format=name)) for name in LIMITS}
+    made = {}
+    for name in LIMITS:
+        form, _, awq = name.partition(" ")
+        made[name] = _open(_run(source, root / name, format=form, awq=awq or "lite"))
+    return made
 
 
 def _pre_quant_scale(checkpoint: Checkpoint, source_weights: Tensors, layer: str) -> torch.Tensor | float:
@@ -107,6 +119,8 @@ def _decoded_output(checkpoint: Checkpoint, source_weights: Tensors, layer: str)
             step = checkpoint.weights[f"{layer}.input_scale"]
             fed = (fed / step).round().clamp(-128, 127) * step
             weight = codes.float() * scale[:, None]
+        case "int8_wo":
+            weight = codes.float() * scale[:, None]
         case _:
             nibbles = torch.stack([codes & 15, codes >> 4], dim=1).reshape(-1, codes.shape[1]).float()
             signed = torch.where(nibbles > 7, nibbles - 16, nibbles)
@@ -131,7 +145,9 @@ def test_the_exported_tensors_compute_the_recorded_outputs(
         assert _relative_error(found, checkpoint.probes[f"{layer}.output"]) <= LIMITS[name], layer
 
 
-@pytest.mark.parametrize(("name", "limit"), [("fp8", 0.06), ("int8_sq", 0.04), ("int4_awq", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("fp8", 0.06), ("int8_sq", 0.04), ("int8_wo", 0.02), ("int4_awq", 0.2), ("int4_wo", 0.2)]
+)
 def test_a_recorded_output_is_close_to_the_source_layer(
     name: str, limit: float, checkpoints: dict[str, Checkpoint], source: Path
 ) -> None:
@@ -166,7 +182,7 @@ def test_smoothquant_layers_that_share_their_input_share_their_scales(checkpoint
 def test_everything_but_codes_and_scales_is_16_bit(name: str, checkpoints: dict[str, Checkpoint]) -> None:
     """Norms, embeddings, the head and pre-quant scales are bfloat16; scales stay float32."""
     weights = checkpoints[name].weights
-    codes = {"fp8": torch.float8_e4m3fn, "int8_sq": torch.int8, "int4_awq": torch.uint8}[name]
+    codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}[name.partition("_")[0]]
     for tensor_name, tensor in weights.items():
         if tensor_name.endswith(("weight_scale", "input_scale")):
             assert tensor.dtype == torch.float32, tensor_name
@@ -191,6 +207,17 @@ def test_the_record_says_what_was_fed(checkpoints: dict[str, Checkpoint]) -> Non
     record = json.loads((checkpoints["fp8"].path / "calibration.json").read_text())
     assert (record["sequences"], record["tokens"]) == (4, 256)
     assert record["ids_sha256"].startswith("sha256:")
+
+
+@pytest.mark.parametrize("name", ["int8_wo", "int4_wo"])
+def test_a_weight_only_format_stores_codes_and_weight_scales_alone(
+    name: str, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """No activation was looked at, so one sequence was run, for the recorded rows."""
+    stored = {key.rpartition(".")[2] for key in checkpoints[name].weights if "_proj." in key}
+    assert stored == {"weight", "weight_scale"}
+    assert checkpoints[name].description["folded"] == {}
+    assert json.loads((checkpoints[name].path / "calibration.json").read_text())["sequences"] == 1
 
 
 def test_two_processes_write_identical_bytes(source: Path, tmp_path: Path) -> None:

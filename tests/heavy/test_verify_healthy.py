@@ -23,8 +23,9 @@ from tests.support.quantized import held_text, tiny_quantized, tiny_source
 
 pytestmark = pytest.mark.heavy
 
-FORMATS: tuple[Format, ...] = ("bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
-QUANTIZED: tuple[Format, ...] = ("fp8", "int8_sq", "int4_awq", "w4a8_awq")
+BOTH_LAYOUTS: tuple[Format, ...] = ("bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
+FORMATS: tuple[Format, ...] = (*BOTH_LAYOUTS, "int8_wo", "int4_wo")
+QUANTIZED: tuple[Format, ...] = FORMATS[2:]
 
 
 def report_of(format_: Format, tmp_path: Path, export: str = "hf") -> dict[str, Any]:
@@ -45,12 +46,24 @@ def test_a_real_export_passes(format_: Format, tmp_path: Path) -> None:
     assert {"model.mean_kl_nats", "tensor.equal", "structure.present"} <= {c["name"] for c in report["checks"]}
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", BOTH_LAYOUTS)
 def test_a_tensorrt_llm_export_passes(format_: Format, tmp_path: Path) -> None:
     """The second layout is read to the same layers."""
     report = report_of(format_, tmp_path, "trtllm")
     assert report["passed"]
     assert report["summary"]["quantized_layers"] == (14 if format_ in QUANTIZED else 0)
+
+
+@pytest.mark.parametrize(("awq", "export"), [("clip", "hf"), ("full", "hf"), ("full", "trtllm")])
+def test_clipped_weights_pass_where_the_record_says_so(awq: str, export: str, tmp_path: Path) -> None:
+    """The largest weights of a group lie beyond its last code; that is a fault in a checkpoint that does not clip."""
+    quantized = tiny_quantized("int4_awq", tmp_path / "quantized", export, awq=awq)
+    verify(tiny_source(), quantized, held_text(), out=tmp_path, progress=Silent())
+    record = json.loads((quantized.path / "quantization.json").read_text())
+    assert record["awq"] == awq
+    (quantized.path / "quantization.json").write_text(json.dumps(record | {"awq": "lite"}))
+    with pytest.raises(VerificationError, match="nearest code"):
+        verify(tiny_source(), quantized, held_text(), out=tmp_path, progress=Silent())
 
 
 @pytest.mark.parametrize("format_", ["bf16", "fp16"])

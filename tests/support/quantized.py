@@ -31,13 +31,13 @@ def held_text() -> VerifyConfig:
 
 
 @cache
-def _quantized(format_: Format, export: str) -> Path:
+def _quantized(format_: Format, export: str, awq: str) -> Path:
     from pipeline.quantize.quantize import quantize
 
     out = Path(mkdtemp()) / format_
     quantize(
         tiny_source(),
-        QuantizationConfig(format=format_, group_size=64),
+        QuantizationConfig(format=format_, group_size=64, awq=awq),  # type: ignore[arg-type]
         CalibrationConfig(dataset=tiny_source().path / "text.jsonl", num_samples=8, max_seq_len=64),
         export=export,  # type: ignore[arg-type]
         tensor_parallel_size=1,
@@ -49,7 +49,7 @@ def _quantized(format_: Format, export: str) -> Path:
     return out
 
 
-def tiny_quantized(format_: Format, directory: Path, export: str = "hf") -> QuantizedCheckpoint:
+def tiny_quantized(format_: Format, directory: Path, export: str = "hf", *, awq: str = "lite") -> QuantizedCheckpoint:
     """Copy the tiny model in `format_` (int4_awq in groups of 64) to a directory that a test may damage."""
-    shutil.copytree(_quantized(format_, export), directory)
+    shutil.copytree(_quantized(format_, export, awq), directory)
     return QuantizedCheckpoint(path=directory, digest="sha256:quantized")

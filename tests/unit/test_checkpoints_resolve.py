@@ -102,12 +102,12 @@ def test_remote_code_is_refused_until_the_config_allows_it_by_name(checkpoint: P
     assert "modeling.py" in found(path=checkpoint, trust_remote_code=True).files
 
 
-def test_a_quantized_checkpoint_is_refused(checkpoint: Path) -> None:
-    """Quantizing twice is not what a build means."""
+def test_a_quantized_checkpoint_tells_its_method(checkpoint: Path) -> None:
+    """Whether it can be used is judged where it is read."""
+    assert found(path=checkpoint).quant_method is None
     document = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(document | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ConfigError, match="already quantized"):
-        found(path=checkpoint)
+    assert found(path=checkpoint).quant_method == "awq"
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> Non
     def legal(target: str) -> list[int]:
         return [sum(verdicts[key] for key in verdicts if key[2:] == (target, name)) for name in gpus()]
 
-    assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 10
+    assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 14  # seven formats x auto and int8
     assert list(gpus()) == ["H100", "H200", "A100", "L40S", "L4"]
     assert legal("tensorrt_llm") == [24, 24, 12, 24, 24]  # all; on SM 80 six formats without FP8 x auto and int8
     assert legal("tensorrt_llm_llmapi") == [10, 10, 3, 10, 10]  # five x auto and fp8; on SM 80 three x auto
@@ -157,7 +157,10 @@ def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> Non
             {"target": "tensorrt_llm", "gpu": "A100"},
             "quantization.format: w4a8_awq needs SM 89 or newer, and A100 is SM 80",
         ),
-        ({"format": "int8_wo"}, {}, "quantization.format: int8_wo is not exported for the openvino target."),
+        ({"format": "w4a8_awq"}, {}, "quantization.format: w4a8_awq rounds int4 weights once more to FP8"),
+        ({"format": "int4_awq", "awq": "clip"}, GPU, "quantization.awq: awq clip stores no pre-quant scale"),
+        ({"format": "int4_awq", "awq": "clip"}, LLMAPI, "quantization.awq: awq clip stores no pre-quant scale"),
+        ({"format": "w4a8_awq", "awq": "full"}, GPU, "quantization.awq: w4a8_awq rounds to FP8 after int4"),
         ({"format": "int8_sq"}, LLMAPI, "quantization.format: INT8 SmoothQuant is a format of the engine path"),
         ({"format": "int4_wo"}, LLMAPI, "quantization.format: int4_wo has no unified HF form"),
         ({"kv_cache": "int8"}, LLMAPI, "quantization.kv_cache: the LLM API keeps keys and values at 16 bit or as FP8."),

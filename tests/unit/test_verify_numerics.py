@@ -66,6 +66,21 @@ def test_distribution_of_two_known_models() -> None:
     assert result.perplexity_increase == pytest.approx(math.sqrt(0.45 / 0.05) - 1, rel=1e-6)
 
 
+def test_blocks_of_text_never_cross_a_sequence_and_add_up_to_the_whole() -> None:
+    """Two sequences of 130 positions give two blocks of 65 each; their sums give the means again."""
+    logits = np.random.default_rng(0).normal(size=(2, 260, 4)).astype(np.float32)
+    baseline, tested = (np.log(np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)) for x in logits)
+    comparison = DistributionComparison()
+    comparison.add(baseline, tested, np.zeros(260, np.int64))
+    result = comparison.result()
+    blocks = result.blocks(sequences=2)
+    assert blocks["tokens"] == [65, 65, 65, 65]
+    assert blocks["kl"][1] == pytest.approx(result.kl[65:130].sum())
+    assert sum(blocks["agreed"]) / 260 == pytest.approx(result.top1_agreement)
+    assert math.exp(sum(blocks["nll"]) / 260) == pytest.approx(result.perplexity)
+    assert math.exp(sum(blocks["source_nll"]) / 260) == pytest.approx(result.baseline_perplexity)
+
+
 @pytest.mark.parametrize(
     ("value", "bound", "passed"),
     [(1.0, "max", True), (1.1, "max", False), (1.1, "min", True), (math.nan, "max", False)],

@@ -20,7 +20,7 @@ _U8_SCALE_BYTES = 8
 GIB = 1 << 30
 # Leaves a property to OpenVINO on the machine that serves.
 AUTO = "auto"
-INTEGER_FORMATS = frozenset({"int8_sq", "int4_awq"})
+INTEGER_FORMATS = frozenset({"int8_sq", "int8_wo", "int4_awq", "int4_wo"})
 # Device properties under which an engine computes what the dequantized model computes in float32 torch.
 EXACT_PROPERTIES: dict[str, Setting] = {
     "INFERENCE_PRECISION_HINT": "f32",
@@ -231,6 +231,10 @@ _DEVIATIONS: dict[str, str] = {
     "product.",
     "int8_sq": "int8_sq: weights are ModelOpt's own int8 values and scales, smoothing included; activations are "
     "{them}, and not by the calibrated per-tensor scale of a GPU.",
+    "int8_wo": "int8_wo: weights are ModelOpt's own int8 values and scales; activations are {them}, where a GPU keeps "
+    "them at 16 bit.",
+    "int4_wo": "int4_wo: weights are ModelOpt's own int4 values and scales in groups; activations are {them}, where a "
+    "GPU keeps them at 16 bit and trtllm-build takes one scale per output.",
     "int4_awq": "int4_awq: weights are ModelOpt's own int4 values and scales, pre-quant scales included; activations "
     "are {them}, where a GPU keeps them at 16 bit.",
 }

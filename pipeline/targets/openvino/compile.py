@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 )
 PACKAGES = ("openvino", "openvino-genai", "optimum-intel", "transformers", "torch")
 # Element type in the graph of each format's weights.
-_CODE_OF: Mapping[Format, str] = {"fp8": "f8e4m3", "int8_sq": "i8", "int4_awq": "i4"}
+_CODE_OF: Mapping[Format, str] = {"fp8": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
 
 
 def compile_engine(quantized: QuantizedCheckpoint, engine: EngineConfig, *, out: Path, progress: Progress) -> None:
@@ -140,7 +140,9 @@ def _require_low_bit(weights: Mapping[str, Mapping[str, int]], quantization_form
     code = _CODE_OF.get(quantization_format)
     if code is None:
         return
-    found = weights.get(code, {}).get("tensors", 0)
+    # An int4 layer with zero points is u4 in the graph.
+    codes = {code, "u4"} if code == "i4" else {code}
+    found = sum(weights.get(kind, {}).get("tensors", 0) for kind in codes)
     if found != expected:
         raise ToolError(
             f"the OpenVINO graph holds {found} {code} weights; {quantization_format} has {expected} quantized layers",

@@ -3,7 +3,7 @@
 optimum-intel traces the plain 16-bit model; each quantized layer's weight constant is then replaced by
 the exact codes and scales, in the shape of a decompression that the CPU plugin keeps compressed:
 
-    codes -> Convert(f32) -> Multiply(scales f32) [-> Reshape [out, in]] -> MatMul
+    codes -> Convert(f32) [-> Subtract(zero points)] -> Multiply(scales f32) [-> Reshape [out, in]] -> MatMul
 
 Scales stay float32, as ModelOpt wrote them, so that codes * scales is the same number on every side.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.core.progress import Progress
 from pipeline.errors import Problem, ToolError
-from pipeline.targets.openvino.weights import Checkpoint, QuantizedWeight
+from pipeline.targets.openvino.weights import INT4, Checkpoint, QuantizedWeight
 
 if TYPE_CHECKING:
     import openvino as ov
@@ -125,6 +125,7 @@ def insert_weights(model: ov.Model, checkpoint: Checkpoint, layers: Sequence[str
     matmuls = linear_matmuls(model)
     problems = []
     smoothed: dict[tuple[str, int, bytes], ov.Output] = {}
+    ordered: dict[tuple[str, int, bytes], ov.Output] = {}
     with progress.track("low-bit weights", len(layers), "layers") as advance:
         for layer in layers:
             weight = checkpoint.read_layer(layer)
@@ -134,6 +135,7 @@ def insert_weights(model: ov.Model, checkpoint: Checkpoint, layers: Sequence[str
                 continue
             _replace_weight(matmuls[layer], weight)
             _smooth_input(matmuls[layer], weight, known=smoothed)
+            _order_input(matmuls[layer], weight, known=ordered)
             advance(1)
     if problems:
         raise ToolError(
@@ -162,13 +164,19 @@ def _replace_weight(matmul: ov.Node, weight: QuantizedWeight) -> None:
     from openvino import opset13 as ops
 
     rows, columns = weight.shape
-    grouped = weight.code == "i4" and weight.group_size != columns
+    grouped = weight.code in INT4 and weight.group_size != columns
     shape = [rows, weight.scales.shape[1], weight.group_size] if grouped else [rows, columns]
     codes = ops.constant(_as_tensor(weight, shape))
     codes.set_friendly_name(f"{weight.layer}.weight")
     scales = ops.constant(weight.scales[:, :, None] if grouped else weight.scales, dtype=np.float32)
     scales.set_friendly_name(f"{weight.layer}.weight_scale")
-    values = ops.multiply(ops.convert(codes, ov.Type.f32), scales)
+    levels = ops.convert(codes, ov.Type.f32)
+    if weight.zero_points is not None:
+        stored = weight.zero_points[:, :, None] if grouped else weight.zero_points
+        zero_points = ops.constant(stored, dtype=np.uint8)
+        zero_points.set_friendly_name(f"{weight.layer}.weight_zero_point")
+        levels = ops.subtract(levels, ops.convert(zero_points, ov.Type.f32))
+    values = ops.multiply(levels, scales)
     if grouped:
         values = ops.reshape(values, ops.constant(np.array([rows, columns], np.int64)), special_zero=False)
     values.set_friendly_name(f"{weight.layer}.weight/dequantized")
@@ -179,7 +187,7 @@ def _as_tensor(weight: QuantizedWeight, shape: Sequence[int]) -> ov.Tensor:
     import numpy as np
     import openvino as ov
 
-    types = {"i4": ov.Type.i4, "i8": ov.Type.i8, "f8e4m3": ov.Type.f8e4m3}
+    types = {"i4": ov.Type.i4, "u4": ov.Type.u4, "i8": ov.Type.i8, "f8e4m3": ov.Type.f8e4m3}
     # Guard: a tensor made from an array borrows its memory, and the graph outlives the array.
     owned = ov.Tensor(types[weight.code], ov.Shape(shape))
     ov.Tensor(np.ascontiguousarray(weight.codes), ov.Shape(shape), types[weight.code]).copy_to(owned)
@@ -199,6 +207,22 @@ def _smooth_input(matmul: ov.Node, weight: QuantizedWeight, *, known: dict[tuple
         factor = ops.constant(weight.pre_quant_scale[None, None, :], dtype=np.float32)
         factor.set_friendly_name(f"{weight.layer}.pre_quant_scale")
         known[key] = ops.multiply(source, factor).output(0)
+    matmul.input(0).replace_source_output(known[key])
+
+
+def _order_input(matmul: ov.Node, weight: QuantizedWeight, *, known: dict[tuple[str, int, bytes], ov.Output]) -> None:
+    """Put the layer's inputs in the order of its columns; layers that read one tensor in one order share it."""
+    import numpy as np
+    from openvino import opset13 as ops
+
+    if weight.input_order is None:
+        return
+    source = matmul.input(0).get_source_output()
+    key = (source.get_node().get_friendly_name(), source.get_index(), weight.input_order.tobytes())
+    if key not in known:
+        order = ops.constant(weight.input_order, dtype=np.int32)
+        order.set_friendly_name(f"{weight.layer}.weight_input_order")
+        known[key] = ops.gather(source, order, ops.constant(np.array(-1, np.int64))).output(0)
     matmul.input(0).replace_source_output(known[key])
 
 

@@ -3,12 +3,14 @@
 Reads the unified Hugging Face checkpoint. Formulas and packing, W is [out, in] (checked against ModelOpt's
 own fake quantization by the tests):
 
-    int4_awq  W[r, c] = q[r, c] * s[r, c // g]   q int4 in -8..7; byte [r, c] of the U8 tensor holds row 2r in its
-                                                 low nibble and row 2r + 1 in its high nibble
-    int8_sq   W[r, c] = q[r, c] * s[r]           q int8
+    int4      W[r, c] = q[r, c] * s[r, c // g]   q int4 in -8..7; byte [r, c] of the U8 tensor holds row 2r in its
+                                                 low nibble and row 2r + 1 in its high nibble; with a
+                                                 weight_zero_point z, (q[r, c] - z[r, c // g]) * s[r, c // g]
+    int8      W[r, c] = q[r, c] * s[r]           q int8
     fp8       W[r, c] = e4m3(byte) * s           s one number
 
-and the layer computes y = (x * p) W^T with p = pre_quant_scale [in], absent where it was folded away.
+and the layer computes y = (x * p) W^T with p = pre_quant_scale [in], absent where it was folded away
+and in the weight-only formats int8_wo and int4_wo.
 """
 
 from __future__ import annotations
@@ -26,9 +28,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-Code = Literal["i4", "i8", "f8e4m3"]
+Code = Literal["i4", "u4", "i8", "f8e4m3"]
+INT4: frozenset[Code] = frozenset({"i4", "u4"})
 
-_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
+_SUFFIXES = (
+    "weight_input_order",
+    "weight_zero_point",
+    "weight_scale",
+    "weight_scale_2",
+    "input_scale",
+    "pre_quant_scale",
+)
 _KV_SUFFIXES = ("k_scale", "v_scale")
 
 
@@ -41,9 +51,11 @@ class QuantizedWeight:
         code: element type of `codes`.
         shape: (out, in).
         codes: i4: uint8 [out * in / 2], row-major, the even element in the low nibble (OpenVINO's i4
-            layout); i8: int8 [out, in]; f8e4m3: uint8 bit patterns [out, in].
-        scales: float32; i4 [out, in / group_size], i8 [out, 1], f8e4m3 [1, 1].
+            layout), u4: the same with every code raised by 8; i8: int8 [out, in]; f8e4m3: uint8 bit patterns [out, in].
+        scales: float32; i4 and u4 [out, in / group_size], i8 [out, 1], f8e4m3 [1, 1].
         pre_quant_scale: float32 [in] that multiplies the layer's input, or None.
+        zero_points: u4: uint8, the shape of `scales`, subtracted from the codes; None otherwise.
+        input_order: int32 [in], the input that each column of `codes` belongs to, or None for columns in order.
         input_scale: static activation scale a (x is rounded to multiples of a), or None.
     """
 
@@ -54,6 +66,8 @@ class QuantizedWeight:
     scales: npt.NDArray[np.float32]
     pre_quant_scale: npt.NDArray[np.float32] | None
     input_scale: float | None
+    zero_points: npt.NDArray[np.uint8] | None = None
+    input_order: npt.NDArray[np.int32] | None = None
 
     @property
     def group_size(self) -> int:
@@ -100,8 +114,14 @@ class Checkpoint:
         Raises:
             IntegrityError: dtype and shapes of its tensors are of no format known here.
         """
+        import numpy as np
+
         weight, scale = self.tensor(f"{layer}.weight"), self.tensor(f"{layer}.weight_scale")
         code, shape, codes = _codes(layer, weight)
+        zero_point, order = self.optional(f"{layer}.weight_zero_point"), self.optional(f"{layer}.weight_input_order")
+        if zero_point is not None:
+            # Raising a code of two's complement by 8 flips the highest bit of its nibble.
+            code, codes = "u4", np.bitwise_xor(codes.view(np.uint8), np.uint8(0x88))
         smoothing, activation = self.optional(f"{layer}.pre_quant_scale"), self.optional(f"{layer}.input_scale")
         return QuantizedWeight(
             layer=layer,
@@ -111,6 +131,8 @@ class Checkpoint:
             scales=_scales(layer, code, shape, scale),
             pre_quant_scale=None if smoothing is None else smoothing.float().reshape(-1).numpy(),
             input_scale=None if activation is None else float(activation),
+            zero_points=None if zero_point is None else (zero_point + 8).numpy().astype("uint8"),
+            input_order=None if order is None else order.numpy(),
         )
 
     def plain_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -132,16 +154,21 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     import torch
 
     rows, columns = weight.shape
-    if weight.code == "i4":
+    if weight.code in INT4:
         packed = torch.from_numpy(weight.codes).to(torch.int16)
         nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).reshape(rows, columns)
-        values = torch.where(nibbles > 7, nibbles - 16, nibbles).float()  # noqa: PLR2004 - the largest int4
+        if weight.zero_points is not None:
+            zeros = torch.from_numpy(weight.zero_points).to(torch.int16)
+            values = (nibbles - zeros.repeat_interleave(weight.group_size, dim=1)).float()
+        else:
+            values = torch.where(nibbles > 7, nibbles - 16, nibbles).float()  # noqa: PLR2004 - the largest int4
     elif weight.code == "i8":
         values = torch.from_numpy(weight.codes).float()
     else:
         values = torch.from_numpy(weight.codes).view(torch.float8_e4m3fn).float()
     scales = torch.from_numpy(np.ascontiguousarray(weight.scales))
-    return (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, columns)
+    stored = (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, columns)
+    return stored if weight.input_order is None else stored[:, np.argsort(weight.input_order)]
 
 
 def _codes(layer: str, weight: torch.Tensor) -> tuple[Code, tuple[int, int], npt.NDArray[np.generic]]:
@@ -158,7 +185,7 @@ def _codes(layer: str, weight: torch.Tensor) -> tuple[Code, tuple[int, int], npt
     raise IntegrityError(
         f"layer {layer}: weight of dtype {weight.dtype} and shape {list(weight.shape)} is of no format that the "
         "openvino target executes",
-        hint="Formats: fp8, int8_sq, int4_awq.",
+        hint="Formats: fp8, int8_sq, int8_wo, int4_awq, int4_wo.",
     )
 
 
@@ -185,7 +212,7 @@ def _scales(layer: str, code: Code, shape: tuple[int, int], scale: torch.Tensor)
         return values.reshape(1, 1).numpy()
     if code == "i8" and values.numel() == rows:
         return values.reshape(rows, 1).numpy()
-    if code == "i4" and values.dim() == 2 and values.shape[0] == rows and columns % values.shape[1] == 0:  # noqa: PLR2004
+    if code in INT4 and values.dim() == 2 and values.shape[0] == rows and columns % values.shape[1] == 0:  # noqa: PLR2004
         return values.numpy()
     raise IntegrityError(
         f"layer {layer}: scales of shape {list(scale.shape)} do not fit a {code} weight of shape {list(shape)}",

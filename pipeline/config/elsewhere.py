@@ -1,0 +1,83 @@
+"""What a config means for a checkpoint that is quantized already: its format is a fact, not a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from pipeline.config.load import DEFAULT
+from pipeline.config.schema import BuildConfig
+from pipeline.errors import Problem
+
+_UNUSED_TOKENS = 8
+
+
+class MadeElsewhere(Protocol):
+    """What was found in the checkpoint."""
+
+    @property
+    def method(self) -> str:
+        """The tool's layout, for people."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """As quantization.format names it."""
+        ...
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs per scale, None where there are no groups."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of what is not quantized."""
+        ...
+
+
+def adopt(config: BuildConfig, made: MadeElsewhere) -> BuildConfig:
+    """Return the config with format, group size and dtype as the checkpoint has them, and no text to calibrate with."""
+    quantization: dict[str, Any] = {"format": made.format}
+    if made.group_size is not None:
+        quantization["group_size"] = made.group_size
+    return config.model_copy(
+        update={
+            "quantization": config.quantization.model_copy(update=quantization),
+            "engine": config.engine.model_copy(update={"dtype": made.dtype}),
+            # Nothing is calibrated, so no law about the text's length may stop the build.
+            "calibration": config.calibration.model_copy(update={"max_seq_len": _UNUSED_TOKENS}),
+        }
+    )
+
+
+def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what the config, as written, asks for and the checkpoint is not.
+
+    Args:
+        config: as loaded, before `adopt`.
+        made: what the checkpoint is.
+        provenance: key path -> "file:line", or DEFAULT for a key that is not written (LoadedConfig.provenance).
+    """
+    facts: dict[str, tuple[object, object]] = {
+        "quantization.format": (config.quantization.format, made.format),
+        "quantization.group_size": (config.quantization.group_size, made.group_size),
+        "engine.dtype": (config.engine.dtype, made.dtype),
+    }
+    for key, (asked, found) in facts.items():
+        if provenance.get(key, DEFAULT) != DEFAULT and asked != found:
+            message = (
+                f"{asked} was asked for, and the checkpoint is {found or 'without groups'} already ({made.method})."
+            )
+            hint = "Remove the key: nothing is quantized again."
+            yield Problem(where=f"{provenance[key]} {key}", message=message, hint=hint)
+    if config.engine.target != "openvino":
+        message = f"a checkpoint quantized elsewhere ({made.method}) is converted for the openvino target only."
+        hint = "Name the 16-bit checkpoint it was made from for a GPU target."
+        yield Problem(where="engine.target", message=message, hint=hint)
+    if config.quantization.kv_cache == "fp8":
+        message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
+        yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
+    if config.quality.limited and config.verify.reference is None:
+        message = "the quality gate compares with the 16-bit model, and the source is quantized already."
+        yield Problem(where="quality", message=message, hint="Set verify.reference to the 16-bit checkpoint.")

@@ -1,0 +1,1 @@
+"""Checkpoints that another tool quantized: what their stored numbers mean, read with numpy alone."""

@@ -1,0 +1,307 @@
+"""From a checkpoint quantized elsewhere to our QuantizedCheckpoint, code for code: nothing is rounded again.
+
+    int4 in groups of equal size, 32, 64 or 128              int4_wo, with zero points where asymmetric, and columns
+                                                             sorted by group after act-order; ModelOpt's int4_awq
+    symmetric int8, one scale per output                     int8_wo; with static activations int8_sq, p = 1
+    FP8, one scale per weight, static activations            fp8
+
+Anything else is refused by name. Codes and scales are copied (16-bit scales widened to float32, which is exact), so
+the converted layer is the same function of its input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from pipeline.config.schema import Format, KVCacheFormat
+from pipeline.core.artifacts import SourceCheckpoint
+from pipeline.core.progress import Progress
+from pipeline.errors import ConfigError, Problem
+from pipeline.quantize.export import copy_tokenizer, write_json
+from pipeline.quantize.foreign.linear import ForeignLinear
+from pipeline.quantize.foreign.reader import ForeignReader, read_foreign
+from pipeline.quantize.formats import GROUP_SIZES
+from pipeline.quantize.reference import pack_int4
+from pipeline.quantize.structure import linear_modules
+from pipeline.quantize.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    import torch
+
+DType = Literal["bfloat16", "float16"]
+
+_SHARD_BYTES = 4 << 30
+_ALGORITHM: Mapping[Format, str] = {
+    "int4_awq": "W4A16_AWQ",
+    "int4_wo": "W4A16_AWQ",  # ModelOpt's name of every int4 in groups; pre_quant_scale says which
+    "int8_wo": "W8A16",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL",
+    "fp8": "FP8",
+}
+_NAME_16_BIT = "or name the 16-bit checkpoint it was made from, to quantize it here."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a checkpoint made elsewhere is in this project's words.
+
+    Attributes:
+        method: the tool's layout, for people.
+        format: as quantization.format names it.
+        group_size: inputs per scale; None where there are no groups.
+        dtype: of what is not quantized.
+    """
+
+    method: str
+    format: Format
+    group_size: int | None
+    dtype: DType
+
+
+def identify(directory: Path) -> Made:
+    """Say what a checkpoint is, from config.json, the headers and one layer; `convert` checks the others.
+
+    Raises:
+        ConfigError: a method, variant or layer that cannot be converted, by name.
+        IntegrityError: a tensor is missing or does not fit.
+    """
+    reader = read_foreign(directory)
+    module = reader.quantized_modules()[0]
+    layer = reader.foreign_linear(module)
+    obstacle = _obstacle(layer)
+    if obstacle:
+        raise _cannot(reader, [Problem(where=module, message=obstacle)])
+    format_, group_size = _format_of(layer)
+    return Made(
+        method=reader.method,
+        format=format_,
+        group_size=group_size,
+        dtype="bfloat16" if reader.dtype == "bfloat16" else "float16",
+    )
+
+
+def _obstacle(layer: ForeignLinear) -> str:
+    """Why no format holds a layer exactly; empty where one does."""
+    if not layer.symmetric and layer.element != "int4":
+        return f"has zero points (asymmetric {layer.element}); only int4 weights have them here."
+    if layer.element == "e4m3":
+        found = {
+            "is FP8 with a scale per block or channel; fp8 has one scale per weight.": layer.scales.size != 1,
+            "is FP8 with activations scaled at run time; fp8 has a static input scale.": layer.input_scale is None,
+        }
+    else:
+        int4 = layer.element == "int4"
+        found = {
+            "has groups of unequal size (act-order).": layer.input_order() is None,
+            "has int8 weights in groups out of order (act-order).": not int4 and not layer.ordered,
+            f"has one scale per {layer.group_size} inputs; groups are 32, 64 or 128.": int4
+            and layer.group_size not in GROUP_SIZES,
+            "has an odd number of outputs; int4 packs pairs.": int4 and layer.shape[0] % 2 != 0,
+            "has int4 weights with static activations.": int4 and layer.input_scale is not None,
+            f"is int8 in groups of {layer.group_size}; int8 has one scale per output.": not int4
+            and layer.scales.shape[1] != 1,
+        }
+    return next((words for words, holds in found.items() if holds), "")
+
+
+def _format_of(layer: ForeignLinear) -> tuple[Format, int | None]:
+    """The format that holds a layer without an obstacle exactly, and its group size."""
+    if layer.element == "e4m3":
+        return "fp8", None
+    if layer.element == "int4":
+        return ("int4_awq" if layer.smoothed else "int4_wo"), layer.group_size
+    return ("int8_wo" if layer.input_scale is None else "int8_sq"), None
+
+
+def _cannot(reader: ForeignReader, problems: list[Problem]) -> ConfigError:
+    hints = {
+        "zero points": "Quantize it with symmetric weights (zero_point: false, sym: true), ",
+        "act-order": "Quantize it without act-order (desc_act: false), ",
+        "FP8": "Quantize it to FP8 per tensor with static activations, ",
+    }
+    hint = next((words for key, words in hints.items() if key in problems[0].message), "Quantize it otherwise, ")
+    return ConfigError(
+        f"{reader.directory.name} ({reader.method}) cannot be converted without rounding again: "
+        f"{len(problems)} or more of {len(reader.quantized_modules())} quantized layers",
+        problems=problems[:20],
+        hint=hint + _NAME_16_BIT,
+    )
+
+
+def convert(source: SourceCheckpoint, made: Made, *, kv_cache: KVCacheFormat, out: Path, progress: Progress) -> None:
+    """Write a QuantizedCheckpoint directory (core/artifacts.py) of a checkpoint made elsewhere to `out`.
+
+    Args:
+        source: the checkpoint made elsewhere.
+        made: what it is, from `identify`.
+        kv_cache: auto, or int8 whose scales the runtime finds.
+        out: an existing or new directory.
+        progress: told of each layer.
+
+    Raises:
+        ConfigError: layers that cannot be converted without rounding again; each is named.
+        IntegrityError: a tensor is missing or does not fit.
+    """
+    reader = read_foreign(source.path)
+    progress.note(f"convert {reader.method} to {made.format}: codes and scales are copied, nothing is quantized again")
+    hf = out / "hf"
+    hf.mkdir(parents=True)
+    with progress.track("convert layers", len(reader.quantized_modules()), "layers") as advance:
+        problems = _write_shards(hf, _tensors(reader, made, advance))
+    if problems:
+        raise _cannot(reader, problems)
+    quantized = reader.quantized_modules()
+    excluded = [name for name in linear_modules(reader) if name not in set(quantized)]
+    _write_configs(hf, reader, made, sorted({"lm_head", *excluded} - set(quantized)))
+    copy_tokenizer(source.path, hf)
+    _write_records(out, reader, made, kv_cache, excluded)
+
+
+def _tensors(reader: ForeignReader, made: Made, advance: Any) -> Iterator[tuple[str, torch.Tensor] | Problem]:  # noqa: ANN401 - a callback
+    """Every tensor of the unified layout, in model order, and a problem for each layer that has none."""
+    import torch
+
+    dtype = getattr(torch, made.dtype)
+    quantized = set(reader.quantized_modules())
+    for name, info in reader.tensors.items():
+        module = name.removesuffix(".weight")
+        if module not in quantized or not name.endswith(".weight"):
+            values = torch.from_numpy(np.array(reader.tensor(name)))
+            yield name, values.to(dtype) if info.dtype in {"F32", "F16", "BF16"} else values
+            continue
+        layer = reader.foreign_linear(module)
+        problem = _obstacle(layer)
+        if not problem and _format_of(layer) != (made.format, made.group_size):
+            problem = f"is {_format_of(layer)}, another layer is {(made.format, made.group_size)}; all must be alike."
+        if problem:
+            yield Problem(where=module, message=problem)
+        else:
+            for suffix, tensor in _unified(layer, made.format, dtype).items():
+                yield f"{module}.{suffix}", tensor
+        advance(1)
+
+
+def _unified(layer: ForeignLinear, format_: Format, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of one layer as ModelOpt's unified checkpoint names and packs them."""
+    import torch
+
+    scale = torch.from_numpy(np.ascontiguousarray(layer.scales))
+    if format_ == "fp8":
+        codes = torch.from_numpy(np.array(layer.codes)).view(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale.reshape(()), "input_scale": torch.tensor(layer.input_scale)}
+    smoothing = {}
+    if layer.pre_quant_scale is not None:
+        smoothing["pre_quant_scale"] = torch.from_numpy(layer.pre_quant_scale).to(dtype)
+    if layer.element == "int4":
+        levels, order = layer.signed(), layer.input_order()
+        if order is not None and not layer.ordered:
+            levels = np.ascontiguousarray(levels[:, order])
+            smoothing["weight_input_order"] = torch.from_numpy(order)
+        packed = {"weight": torch.from_numpy(pack_int4(levels)), "weight_scale": scale} | smoothing
+        if layer.zero_points is not None and not layer.symmetric:
+            packed["weight_zero_point"] = torch.from_numpy((layer.zero_points - 8).astype(np.int8))
+        return packed
+    rows, columns = layer.shape
+    per_row = scale.expand(rows, 1).reshape(rows).clone()
+    tensors = {"weight": torch.from_numpy(layer.signed()), "weight_scale": per_row}
+    if format_ == "int8_sq":
+        tensors["input_scale"] = torch.tensor(layer.input_scale)
+        tensors |= smoothing or {"pre_quant_scale": torch.ones(columns, dtype=dtype)}
+    return tensors
+
+
+def _write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor] | Problem]) -> list[Problem]:
+    """Write model.safetensors, or shards of about 4 GiB with an index; returns the problems that came along."""
+    from safetensors.torch import save_file
+
+    problems: list[Problem] = []
+    pending: dict[str, torch.Tensor] = {}
+    shards: list[list[str]] = []
+    held = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(pending, directory / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+        held = 0
+
+    for item in tensors:
+        if isinstance(item, Problem):
+            problems.append(item)
+            continue
+        name, tensor = item
+        pending[name] = tensor.contiguous()
+        held += tensor.nbytes
+        if held >= _SHARD_BYTES:
+            flush()
+    if pending:
+        flush()
+    weight_map: dict[str, str] = {}
+    for at, names in enumerate(shards):
+        single = len(shards) == 1
+        file = "model.safetensors" if single else f"model-{at + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"part-{at}.safetensors").rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum((directory / file).stat().st_size for file in set(weight_map.values()))
+        write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+    return problems
+
+
+def _write_configs(hf: Path, reader: ForeignReader, made: Made, excluded: list[str]) -> None:
+    algorithm = _ALGORITHM[made.format]
+    has_zero_point = any(name.endswith(".weight_zero_point") for name in TensorFiles(hf))
+    producer = {"name": f"converted from {reader.method}", "version": version("trtpipe")}
+    quantization: dict[str, Any] = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": excluded,
+    }
+    if made.group_size is not None:
+        quantization |= {"group_size": made.group_size, "has_zero_point": has_zero_point}
+        quantization["pre_quant_scale"] = made.format == "int4_awq"
+    write_json(hf / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
+    config = {key: value for key, value in reader.config.items() if key not in {"_name_or_path", "torch_dtype"}}
+    described = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": excluded, "producer": producer}
+    write_json(hf / "config.json", config | {"dtype": made.dtype, "quantization_config": described})
+
+
+def _write_records(out: Path, reader: ForeignReader, made: Made, kv_cache: KVCacheFormat, excluded: list[str]) -> None:
+    from safetensors.torch import save_file
+
+    settings = json.loads((reader.directory / "config.json").read_text("utf-8"))["quantization_config"]
+    elsewhere = {"method": reader.method, "quantization_config": settings}
+    write_json(
+        out / "quantization.json",
+        {
+            "format": made.format,
+            "group_size": made.group_size,
+            "smoothquant_alpha": None,
+            "kv_cache": kv_cache,
+            "kv_cache_scales": False,
+            "export": "hf",
+            "dtype": made.dtype,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "exclude": excluded,
+            "quantized_layers": list(reader.quantized_modules()),
+            "excluded_layers": excluded,
+            "folded": {},
+            "norm_offset": 0.0,
+            "made_elsewhere": elsewhere,
+            "versions": {"trtpipe": version("trtpipe")},
+        },
+    )
+    write_json(out / "calibration.json", {"source": None, "sequences": 0, "made_elsewhere": elsewhere})
+    save_file({}, out / "probes.safetensors")

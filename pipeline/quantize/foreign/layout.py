@@ -1,0 +1,54 @@
+"""What a layout of quantized layers has to say, and the refusals that all layouts share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pipeline.errors import ConfigError
+from pipeline.quantize.foreign.linear import Element, ForeignLinear
+from pipeline.quantize.tensor_files import TensorFiles
+
+Settings = Mapping[str, Any]
+
+
+class Layout(Protocol):
+    """How one tool stores quantized linear layers.
+
+    Attributes:
+        name: for people, with the variant.
+        marker: the suffix whose presence makes a module a quantized layer.
+        suffixes: every tensor of a quantized layer but its bias.
+    """
+
+    name: str
+    marker: str
+    suffixes: frozenset[str]
+
+    def shape(self, tensors: TensorFiles, module: str) -> tuple[int, int]:
+        """(out, in) of a layer, from the headers."""
+        ...
+
+    def decode(self, tensors: TensorFiles, module: str) -> ForeignLinear:
+        """Read one layer."""
+        ...
+
+
+def integer_element(bits: int, module: str) -> Element:
+    """The element of integers of `bits` bits.
+
+    Raises:
+        ConfigError: neither 4 nor 8 bits.
+    """
+    match bits:
+        case 4:
+            return "int4"
+        case 8:
+            return "int8"
+        case _:
+            raise refused(f"{module} holds {bits}-bit weights", "Only 4 and 8 bits are read.")
+
+
+def refused(what: str, hint: str) -> ConfigError:
+    """The error for a checkpoint that is understood and not supported."""
+    return ConfigError(f"the quantized checkpoint cannot be used: {what}.", hint=hint)

@@ -1,0 +1,130 @@
+"""Quality gate, fallback and ladder through the real command line, on a tiny random Llama."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import tiny_llama
+from tests.support.commands import trtpipe, write_config
+
+pytestmark = pytest.mark.heavy
+
+# On this model INT4 weights give a KL of some 7e-4 nats, 16 bit gives none.
+STRICT = """\
+quality:
+  max_kl: 0.0001
+  num_tokens: 2048
+"""
+STEPS = """\
+fallback:
+  - quantization: {format: bf16}
+  - quantization: {format: int8_sq}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny checkpoint and a config: INT4 first, which the gate refuses, then others."""
+    directory = tmp_path_factory.mktemp("ladder")
+    config = write_config(directory, tiny_llama(directory / "checkpoint"))
+    config.write_text(config.read_text() + STRICT + STEPS)
+    return directory
+
+
+def test_build_takes_the_first_step_that_passes_and_records_the_rejected_one(project: Path) -> None:
+    """The repository is of the second step, and says why the first was not taken, with numbers."""
+    document = trtpipe("build", "tiny.yaml", "--json", cwd=project).document
+    assert document["format"] == "bf16"
+    assert set(document["stages"]) == {"quantize", "verify", "gate", "compile", "emit"}
+    recorded = json.loads((project / "build" / "tiny" / "quality.json").read_text())
+    assert recorded == document["quality"]
+    assert recorded["verdict"] == "pass"
+    (rejected,) = recorded["rejected"]
+    assert (rejected["format"], rejected["verdict"]) == ("int4_awq", "fail")
+    (kl,) = [measure for measure in rejected["measures"] if measure["metric"] == "kl_nats"]
+    assert kl["low"] > kl["limit"] == 0.0001
+    manifest = json.loads((project / "build" / "tiny" / "manifest.json").read_text())
+    assert "quality.json" in manifest["files"]
+    trtpipe("check", "build/tiny", cwd=project)
+
+
+def test_a_second_build_reuses_every_step_of_the_ladder(project: Path) -> None:
+    """Rejected and chosen alike come from the store, and the same bytes come out."""
+    first = trtpipe("build", "tiny.yaml", "--json", cwd=project).document
+    again = trtpipe("build", "tiny.yaml", "--json", cwd=project)
+    assert {stage["hit"] for stage in again.document["stages"].values()} == {True}
+    assert again.document["stages"]["emit"]["digest"] == first["stages"]["emit"]["digest"]
+    assert "calibrate" not in again.stderr
+
+
+def test_the_ladder_compares_every_step(project: Path) -> None:
+    """Size and quality of all three, whatever a build would take; the chosen one is marked."""
+    document = trtpipe("ladder", "tiny.yaml", "--json", cwd=project).document
+    assert [step["label"] for step in document["steps"]] == ["int4_awq", "bf16", "int8_sq"]
+    assert document["chosen"] == 1
+    int4, bf16, int8 = document["steps"]
+    assert int4["checkpoint_bytes"] < int8["checkpoint_bytes"] < bf16["checkpoint_bytes"]
+    assert all(step["blocks"] == 32 for step in document["steps"])
+    table = trtpipe("ladder", "tiny.yaml", cwd=project).stdout
+    assert any(line.startswith("→") and " bf16 " in line and line.endswith("pass") for line in table.splitlines())
+
+
+def test_a_gate_without_fallback_stops_the_build(project: Path, tmp_path: Path) -> None:
+    """Exit code 10, and nothing is compiled."""
+    config = tmp_path / "alone.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nfallback: []\n")
+    store = ("--store", project / ".trtpipe")
+    outcome = trtpipe("build", config, *store, cwd=tmp_path, code=10)
+    assert "gate: the checkpoint does not pass its quality gate" in outcome.stderr
+    assert "kl_nats" in outcome.stderr
+    assert not (tmp_path / "build").exists()
+
+
+def test_a_measurement_that_cannot_tell_is_its_own_outcome(project: Path, tmp_path: Path) -> None:
+    """Exit code 9 for a limit inside the interval; accepted when the config says so."""
+    step = trtpipe("ladder", "tiny.yaml", "--json", cwd=project).document["steps"][0]
+    (kl,) = [measure["estimate"] for measure in step["measures"] if measure["metric"] == "kl_nats"]
+    config = tmp_path / "close.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nquality: {{max_kl: {kl:.8f}}}\nfallback: []\n")
+    store = ("--store", project / ".trtpipe", "--until", "gate")
+    assert "cannot tell" in trtpipe("build", config, *store, cwd=tmp_path, code=9).stderr
+    accepted = ("--set", "quality.inconclusive=accept", "--json")
+    assert trtpipe("build", config, *store, *accepted, cwd=tmp_path).document["quality"]["verdict"] == "inconclusive"
+
+
+def test_when_no_step_passes_every_one_is_named(project: Path, tmp_path: Path) -> None:
+    """Both steps are listed with their numbers."""
+    config = tmp_path / "none.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nfallback:\n  - quantization: {{exclude: ['*.down_proj']}}\n")
+    outcome = trtpipe("build", config, "--store", project / ".trtpipe", cwd=tmp_path, code=10)
+    assert "none of 2 steps passes the quality gate" in outcome.stderr
+    assert all(name in outcome.stderr.split("none of 2")[1] for name in ("int4_awq:", "exclude=*.down_proj", "kl_nats"))
+
+
+def test_tasks_are_answered_by_both_models(project: Path, tmp_path: Path) -> None:
+    """A question that the source itself answers: the untouched 16-bit model answers it too."""
+    rows = [{"prompt": f"The capital of {name} is", "answer": "e", "max_tokens": 24} for name in "abcdefghij"]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "tasks.yaml"
+    quality = "quality: {tasks: [task.jsonl], max_task_drop: 0.9, num_tokens: 64}"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\n{quality}\nquantization: {{format: bf16}}\nfallback: []\n")
+    store = ("--store", project / ".trtpipe")
+    document = trtpipe("build", config, *store, "--until", "verify", "--json", cwd=tmp_path).document
+    report = json.loads((Path(document["stages"]["verify"]["path"]) / "report.json").read_text())
+    (task,) = report["tasks"]
+    assert task["file"] == "task.jsonl"
+    assert len(task["source"]) == 10
+    assert task["source"] == task["quantized"]
+
+
+def test_a_step_that_cannot_be_built_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:
+    """`config check` and `build` name the step's own line; nothing is quantized."""
+    config = tmp_path / "impossible.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nfallback:\n  - quantization: {{format: w4a8_awq}}\n")
+    for command in (("config", "check"), ("build",)):
+        outcome = trtpipe(*command, config, cwd=tmp_path, code=3)
+        assert "impossible.yaml:3 quantization.format: w4a8_awq" in outcome.stderr
+    assert not list((tmp_path / ".trtpipe").rglob("quantization.json"))
