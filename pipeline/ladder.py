@@ -19,8 +19,8 @@ from pipeline.core.progress import Progress
 from pipeline.core.runner import StepResult, run
 from pipeline.core.store import Store
 from pipeline.errors import Problem, VerificationError
+from pipeline.examine import Build, examine
 from pipeline.measure.gate import Verdict, judge, refusal
-from pipeline.stages import Build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def rungs(loaded: LoadedConfig, hasher: FileHasher) -> tuple[Rung, ...]:
     """
     found = []
     for step in (loaded, *loaded.fallback):
-        build = stages.examine(step, hasher)
+        build = examine(step, hasher)
         build.require_possible()
         found.append(Rung(build=build, changes=loaded.changes(step)))
     return tuple(found)

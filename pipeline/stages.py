@@ -16,16 +16,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pipeline.checkpoints.architecture import Architecture
-from pipeline.checkpoints.resolve import ResolvedSource, resolve
-from pipeline.config import elsewhere, legality
-from pipeline.config.load import LoadedConfig
+from pipeline.checkpoints.resolve import resolve
 from pipeline.config.rules import has_groups
 from pipeline.config.schema import BuildConfig, SourceConfig
 from pipeline.core.artifacts import (
@@ -39,9 +34,9 @@ from pipeline.core.artifacts import (
 )
 from pipeline.core.digest import FileHasher, digest_tree
 from pipeline.core.stage import Step, StepContext
-from pipeline.errors import ConfigError, Problem
-from pipeline.host.files import commit_directory, disk_errors, link_or_copy, write_atomic
-from pipeline.host.probe import HostProfile, probe, toolchain
+from pipeline.examine import Build
+from pipeline.host.files import write_atomic
+from pipeline.host.probe import probe, toolchain
 from pipeline.measure.gate import judge
 
 if TYPE_CHECKING:
@@ -49,7 +44,6 @@ if TYPE_CHECKING:
 
 STAGES = ("import", "quantize", "convert", "verify", "gate", "compile", "emit")
 UNQUANTIZED = ("bf16", "fp16")
-LINKED_BYTES = 2**20
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {
     "target",
@@ -67,89 +61,13 @@ EXECUTION_ONLY = {"workers", "log_level", "input_timing_cache", "output_timing_c
 A = TypeVar("A", bound=Artifact)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Build:
-    """A config whose source was found, and everything that was found wrong or worth knowing before it runs.
-
-    `made` says what a source is that another tool quantized; `config` has its format then.
-    """
-
-    config: BuildConfig
-    source: ResolvedSource
-    architecture: Architecture
-    problems: tuple[Problem, ...]
-    made: Made | None = None
-
-    @property
-    def maker(self) -> str:
-        """Name of the stage that makes the quantized checkpoint."""
-        return "quantize" if self.made is None else "convert"
-
-    @property
-    def warnings(self) -> tuple[Problem, ...]:
-        """What does not stop the build."""
-        return tuple(problem for problem in self.problems if problem.severity == "warning")
-
-    def require_possible(self) -> None:
-        """Raise ConfigError with every problem that stops the build."""
-        errors = [problem for problem in self.problems if problem.severity == "error"]
-        if errors:
-            raise ConfigError(f"'{self.config.name}' cannot be built: {len(errors)} problem(s)", problems=errors)
-
-
-def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
-    """Find the source and judge the build: format, target, GPU, shapes, tools; nothing heavy runs.
-
-    Raises:
-        IntegrityError: the source is missing, unsafe or broken.
-    """
-    source = resolve(loaded.config.source, hasher)
-    made, misfits = _made_elsewhere(loaded, source)
-    if made is not None:
-        loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
-    config = loaded.config
-    architecture = source.architecture()
-    host = probe()
-    problems = (
-        *loaded.warnings,
-        *source.problems,
-        *misfits,
-        *legality.check(config, architecture, host, loaded.provenance),
-        *_preflight(loaded, architecture, host),
-    )
-    return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
-
-
-def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made | None, Sequence[Problem]]:
-    """What a source is that was quantized elsewhere, and what the config asks for that it is not."""
-    if source.quant_method is None:
-        if loaded.config.verify.reference is None:
-            return None, ()
-        message = "a reference belongs to a source that is quantized already, and this one is not."
-        hint = "Remove it: the source is the reference."
-        return None, [Problem(where="verify.reference", message=message, hint=hint)]
-    from pipeline.quantize.foreign.convert import identify
-
-    made = identify(source.location)
-    return made, tuple(elsewhere.check(loaded.config, made, loaded.provenance))
-
-
-def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfile) -> Sequence[Problem]:
-    """Everything that would only fail on the GPU node, after hours."""
-    if loaded.config.engine.target == "openvino":
-        return ()
-    from pipeline.targets.tensorrt_llm.preflight import preflight
-
-    return preflight(loaded.config, architecture, host, loaded.provenance)
-
-
 def steps(
     build: Build, hasher: FileHasher, workspace: Path, rejected: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[Step, ...]:
     """Return the steps of a build in order.
 
     Args:
-        build: from `prepare`.
+        build: from `examine`.
         hasher: for the files that the config names.
         workspace: the store's directory, for what may be kept between builds but is no artifact.
         rejected: what was tried before this build and did not pass, with numbers; the repository tells it.
@@ -406,39 +324,6 @@ def _compile_llmapi(build: Build) -> Step:
     )
 
 
-def deviations(config: BuildConfig) -> list[str]:
-    """Say in words where the CPU engine computes something else than the GPU would."""
-    if config.engine.target != "openvino":
-        return []
-    from pipeline.targets.openvino import deviations as of_format
-
-    return of_format(
-        config.quantization.format, config.quantization.kv_cache, dynamic=config.engine.dynamic_quantization
-    )
-
-
-def gpu_plan(build: Build) -> dict[str, Any]:
-    """Return the memory budget of one GPU and the exact commands that will run there; empty for the CPU target."""
-    config, engine = build.config, build.config.engine
-    if engine.target == "openvino":
-        return {}
-    from pipeline.targets.tensorrt_llm.budget import budget
-
-    fullest = budget(config, build.architecture)
-    table = [{"what": row.what, "bytes": row.n_bytes, "how": row.how} for row in fullest.table()]
-    document: dict[str, Any] = {"budget": fullest.document() | {"table": table}}
-    if engine.target == "tensorrt_llm":
-        from pipeline.targets.tensorrt_llm.command import build_argv
-        from pipeline.targets.tensorrt_llm.facts import QuantFacts
-
-        quant = QuantFacts.of_format(config.quantization.format, config.quantization.kv_cache, engine.dtype)
-        argv = build_argv(
-            engine, quant=quant, checkpoint_dir="checkpoint", engine_dir="engine", architecture=build.architecture
-        )
-        document["commands"] = [argv]
-    return document
-
-
 def _emit(build: Build, *, gated: bool) -> Step:
     """Write the Triton model repository around the engine."""
     config = build.config
@@ -461,32 +346,6 @@ def _emit(build: Build, *, gated: bool) -> Step:
         toolchain=toolchain("tokenizers", "openvino-genai"),
         run=run,
     )
-
-
-def publish(repository: Artifact, directory: Path) -> None:
-    """Put a copy of a model repository where a server or a release will take it, in one step.
-
-    What is large is hard-linked to the store where the file system allows it; what people edit
-    (config.pbtxt, model.py) is copied, so that an edit never reaches the store.
-
-    Raises:
-        HostError: the directory holds something that trtpipe did not write.
-        DiskFull: nothing was changed.
-    """
-    directory = directory.resolve()  # "." has no name to put a staging directory beside
-    staging = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with disk_errors(directory.parent):
-            for source in sorted(path for path in repository.path.rglob("*") if path.is_file()):
-                target = staging / source.relative_to(repository.path)
-                if source.stat().st_size >= LINKED_BYTES:
-                    link_or_copy(source, target)
-                else:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(source, target)
-        commit_directory(staging, directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _input(ctx: StepContext, role: str, kind: type[A]) -> A:

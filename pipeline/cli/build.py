@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pipeline.core.runner import StepResult
     from pipeline.core.store import Store
     from pipeline.errors import Problem
+    from pipeline.examine import Build
     from pipeline.ladder import Rung
-    from pipeline.stages import Build
 
 
 @click.command()
@@ -46,7 +46,7 @@ def build(
     trtpipe build build_configs/smollm2-135m/int4-awq-openvino-cpu.yaml
     trtpipe build my.yaml --set quantization.format=fp8 --until verify
     """
-    _run(config, overrides, until=until, store_root=store_root, as_json=as_json, output_dir=output_dir, publish=True)
+    _run(config, overrides, until=until, store_root=store_root, as_json=as_json, output_dir=output_dir, published=True)
 
 
 def _stage_command(name: str, doc: str) -> click.Command:
@@ -77,6 +77,7 @@ def plan(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: bo
     """
     from pipeline import stages
     from pipeline.core.plan import plan as plan_steps
+    from pipeline.examine import deviations, gpu_plan
     from pipeline.planner import needs as planner
 
     build, store, hasher = _prepare(config, overrides, store_root)
@@ -86,9 +87,9 @@ def plan(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: bo
         "target": build.config.engine.target,
         "stages": [_planned_document(step) for step in planned],
         "needs": [asdict(need) for need in planner.needs(build.architecture, build.config)],
-        "deviations": stages.deviations(build.config),
+        "deviations": deviations(build.config),
         "problems": [asdict(problem) for problem in build.problems],
-        **stages.gpu_plan(build),
+        **gpu_plan(build),
     }
     if as_json:
         output.emit_json(document)
@@ -129,15 +130,15 @@ def _planned_document(step: PlannedStep) -> dict[str, Any]:
 
 
 def _prepare(config: Path, overrides: Sequence[str], store_root: Path) -> tuple[Build, Store, Any]:
-    from pipeline import stages
     from pipeline.config.load import load
     from pipeline.core.digest import FileHasher
     from pipeline.core.store import Store
+    from pipeline.examine import examine
 
     loaded = load(config, overrides)
     store = Store(store_root)
     hasher = FileHasher(store_root / "stat-cache.json")
-    return stages.examine(loaded, hasher), store, hasher
+    return examine(loaded, hasher), store, hasher
 
 
 def _run(
@@ -148,11 +149,12 @@ def _run(
     store_root: Path,
     as_json: bool,
     output_dir: Path | None = None,
-    publish: bool = False,
+    published: bool = False,
 ) -> None:
     from pipeline import stages
     from pipeline.core.runner import run
     from pipeline.ladder import choose
+    from pipeline.triton.publish import publish
 
     ladder, store, hasher = prepare_ladder(config, overrides, store_root)
     build, progress = ladder[0].build, for_this_terminal()
@@ -170,9 +172,9 @@ def _run(
     for name, result in results.items():
         store.set_ref(f"{build.config.name}@{name}", result.artifact.digest)
     repository = None
-    if publish and until == "emit":
+    if published and until == "emit":
         repository = output_dir or Path("build") / build.config.name
-        stages.publish(results["emit"].artifact, repository)
+        publish(results["emit"].artifact.path, repository)
     _report(build, results, repository, rejected, as_json=as_json)
 
 

@@ -1,0 +1,131 @@
+"""Everything a build can be judged by before it runs: the source, the combination, the memory, the commands.
+
+`examine` is the first thing that every command does with a config. It opens headers, never weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoints.architecture import Architecture
+from pipeline.checkpoints.resolve import ResolvedSource, resolve
+from pipeline.config import elsewhere, legality
+from pipeline.config.load import LoadedConfig
+from pipeline.config.schema import BuildConfig
+from pipeline.core.digest import FileHasher
+from pipeline.errors import ConfigError, Problem
+from pipeline.host.probe import HostProfile, probe
+
+if TYPE_CHECKING:
+    from pipeline.quantize.foreign.convert import Made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """A config whose source was found, and everything that was found wrong or worth knowing before it runs.
+
+    `made` says what a source is that another tool quantized; `config` has its format then.
+    """
+
+    config: BuildConfig
+    source: ResolvedSource
+    architecture: Architecture
+    problems: tuple[Problem, ...]
+    made: Made | None = None
+
+    @property
+    def maker(self) -> str:
+        """Name of the stage that makes the quantized checkpoint."""
+        return "quantize" if self.made is None else "convert"
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What does not stop the build."""
+        return tuple(problem for problem in self.problems if problem.severity == "warning")
+
+    def require_possible(self) -> None:
+        """Raise ConfigError with every problem that stops the build."""
+        errors = [problem for problem in self.problems if problem.severity == "error"]
+        if errors:
+            raise ConfigError(f"'{self.config.name}' cannot be built: {len(errors)} problem(s)", problems=errors)
+
+
+def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
+    """Find the source and judge the build: format, target, GPU, shapes, tools; nothing heavy runs.
+
+    Raises:
+        IntegrityError: the source is missing, unsafe or broken.
+    """
+    source = resolve(loaded.config.source, hasher)
+    made, misfits = _made_elsewhere(loaded, source)
+    if made is not None:
+        loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
+    config = loaded.config
+    architecture = source.architecture()
+    host = probe()
+    problems = (
+        *loaded.warnings,
+        *source.problems,
+        *misfits,
+        *legality.check(config, architecture, host, loaded.provenance),
+        *_preflight(loaded, architecture, host),
+    )
+    return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
+
+
+def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made | None, Sequence[Problem]]:
+    """What a source is that was quantized elsewhere, and what the config asks for that it is not."""
+    if source.quant_method is None:
+        if loaded.config.verify.reference is None:
+            return None, ()
+        message = "a reference belongs to a source that is quantized already, and this one is not."
+        hint = "Remove it: the source is the reference."
+        return None, [Problem(where="verify.reference", message=message, hint=hint)]
+    from pipeline.quantize.foreign.convert import identify
+
+    made = identify(source.location)
+    return made, tuple(elsewhere.check(loaded.config, made, loaded.provenance))
+
+
+def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfile) -> Sequence[Problem]:
+    """Everything that would only fail on the GPU node, after hours."""
+    if loaded.config.engine.target == "openvino":
+        return ()
+    from pipeline.targets.tensorrt_llm.preflight import preflight
+
+    return preflight(loaded.config, architecture, host, loaded.provenance)
+
+
+def deviations(config: BuildConfig) -> list[str]:
+    """Say in words where the CPU engine computes something else than the GPU would."""
+    if config.engine.target != "openvino":
+        return []
+    from pipeline.targets.openvino import deviations as of_format
+
+    return of_format(
+        config.quantization.format, config.quantization.kv_cache, dynamic=config.engine.dynamic_quantization
+    )
+
+
+def gpu_plan(build: Build) -> dict[str, Any]:
+    """Return the memory budget of one GPU and the exact commands that will run there; empty for the CPU target."""
+    config, engine = build.config, build.config.engine
+    if engine.target == "openvino":
+        return {}
+    from pipeline.targets.tensorrt_llm.budget import budget
+
+    fullest = budget(config, build.architecture)
+    table = [{"what": row.what, "bytes": row.n_bytes, "how": row.how} for row in fullest.table()]
+    document: dict[str, Any] = {"budget": fullest.document() | {"table": table}}
+    if engine.target == "tensorrt_llm":
+        from pipeline.targets.tensorrt_llm.command import build_argv
+        from pipeline.targets.tensorrt_llm.facts import QuantFacts
+
+        quant = QuantFacts.of_format(config.quantization.format, config.quantization.kv_cache, engine.dtype)
+        argv = build_argv(
+            engine, quant=quant, checkpoint_dir="checkpoint", engine_dir="engine", architecture=build.architecture
+        )
+        document["commands"] = [argv]
+    return document
