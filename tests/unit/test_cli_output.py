@@ -71,7 +71,7 @@ def test_doctor_says_where_each_format_runs() -> None:
     document = json.loads(CliRunner().invoke(root, ["doctor", "--json"]).stdout)
     assert document["formats"]["fp8"]["tensorrt_llm"]["auto"] == least_sm("tensorrt_llm", "fp8", "auto") == 89
     assert document["formats"]["int4_awq"]["openvino"] == {"auto": 0, "int8": 0}
-    assert document["formats"]["int8_wo"]["openvino"] == {}
+    assert document["formats"]["w4a8_awq"]["openvino"] == {}
 
 
 def test_a_failure_with_json_is_a_document(tmp_path: Path) -> None:

@@ -27,8 +27,11 @@ def _kinds(kind: type[TrtpipeError]) -> Iterator[type[TrtpipeError]]:
 
 @pytest.mark.parametrize("text", readme.blocks("yaml"))
 def test_every_config_of_the_readme_loads(text: str, tmp_path: Path) -> None:
-    """Its keys and values are those of the schema."""
+    """Its keys and values are those of the schema; a block without a name is one to add to the first config."""
     path = tmp_path / "my.yaml"
+    if not text.startswith("name:"):
+        (tmp_path / "first.yaml").write_text(readme.blocks("yaml")[0])
+        text = f"extends: first.yaml\nname: added\n{text}"
     path.write_text(text)
     assert f"name: {load(path, ()).config.name}\n" in text
 
