@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.cli import options, output
+
+if TYPE_CHECKING:
+    from pipeline.host.probe import HostProfile
 
 
 @click.command()
@@ -24,7 +28,7 @@ def doctor(as_json: bool) -> None:
     findings = abilities.judge(versions)
     if as_json:
         document = {"host": asdict(host), "abilities": [asdict(finding) for finding in findings], "versions": versions}
-        output.emit_json(document | {"formats": _formats()})
+        output.emit_json(document | {"formats": _formats(), "toolchains": _toolchains(host)})
         return
     machine = [
         ("CPU", f"{host.cpu_model}, {host.usable_cores} usable core(s)"),
@@ -53,11 +57,34 @@ def doctor(as_json: bool) -> None:
     ]
     click.echo(output.table(("format", *next(iter(formats.values()))), cells))
     click.echo("Where each format runs, with its KV cache formats. Any machine makes and verifies the checkpoints.\n")
+    toolchains = [tuple(each.values()) for each in _toolchains(host)]
+    click.echo(output.table(("TensorRT-LLM", "image", "CUDA", "driver", "on this machine"), toolchains))
+    click.echo()
     click.echo(
         output.table(
             ("tool", "version"), [(name, versions.get(name, "not installed")) for name in abilities.distributions()]
         )
     )
+
+
+def _toolchains(host: HostProfile) -> list[dict[str, str]]:
+    """Hold this machine against each toolchain that engines are built with."""
+    from pipeline.targets.tensorrt_llm.toolchains import check_host, find, table
+
+    rows = []
+    for version in table().default:
+        toolchain = find(version)
+        problems = check_host(host, toolchain)
+        rows.append(
+            {
+                "tensorrt_llm": version,
+                "image": toolchain.image,
+                "cuda": toolchain.cuda,
+                "driver": f"R{toolchain.driver_branch} or newer",
+                "verdict": "; ".join(str(problem) for problem in problems) or "fits",
+            }
+        )
+    return rows
 
 
 def _formats() -> dict[str, dict[str, dict[str, int]]]:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +25,7 @@ from pipeline.core.progress import Progress, Silent
 from pipeline.errors import HostError, Problem, ServeError, ServerDied
 from pipeline.triton import guardian
 from pipeline.triton import ports as tcp
+from pipeline.triton.client import ModelStatus
 from pipeline.triton.installation import environment, find_tritonserver, link_backends
 from pipeline.triton.ports import Ports
 
@@ -35,16 +35,6 @@ KILL_MARGIN_S = 10.0
 POLL_S = 0.05
 HTTP_TIMEOUT_S = 5.0
 TAIL_LINES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelState:
-    """One line of Triton's repository index; `reason` is Triton's own text when a model is not READY."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
 
 
 class Server:
@@ -222,11 +212,11 @@ class Server:
             if self._scratch is not None:  # still there when the guardian was killed
                 shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def models(self) -> tuple[ModelState, ...]:
+    def models(self) -> tuple[ModelStatus, ...]:
         """Ask the running server for the state of every model in its repository."""
         index = json.loads(self._request("POST", "/v2/repository/index"))
         return tuple(
-            ModelState(
+            ModelStatus(
                 name=each["name"],
                 version=each.get("version", ""),
                 state=each.get("state", "UNAVAILABLE"),

@@ -74,6 +74,15 @@ def test_doctor_says_where_each_format_runs() -> None:
     assert document["formats"]["w4a8_awq"]["openvino"] == {}
 
 
+def test_doctor_holds_the_machine_against_each_toolchain() -> None:
+    """Both pinned releases are judged, by the table of images and drivers."""
+    rows = json.loads(CliRunner().invoke(root, ["doctor", "--json"]).stdout)["toolchains"]
+    assert [row["tensorrt_llm"] for row in rows] == ["1.2.1", "1.0.0"]
+    assert rows[0]["image"].endswith(":26.05-trtllm-python-py3")
+    assert [row["driver"] for row in rows] == ["R580 or newer", "R575 or newer"]
+    assert all(row["verdict"] for row in rows)
+
+
 def test_a_failure_with_json_is_a_document(tmp_path: Path) -> None:
     """Problems come one by one, with their places."""
     config = tmp_path / "a.yaml"
