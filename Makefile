@@ -6,7 +6,7 @@ REPOSITORY := build/smollm2-135m-int8
 
 .PHONY: demo test test-fast lint format clean
 
-.venv/.installed: requirements.lock pyproject.toml
+.venv/.installed: requirements.lock pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-deps --requirement requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .

@@ -10,7 +10,7 @@ setup(
     packages=[*find_packages(include=["pipeline", "pipeline.*"]), "pipeline.triton_repo"],
     package_dir={"pipeline.triton_repo": "triton_repo"},
     package_data={
-        "": ["*.toml", "*.jsonl", "*.md", "LICENSE.*", "py.typed"],
+        "pipeline": ["**/*.toml", "**/*.jsonl", "**/*.md", "**/LICENSE.*", "py.typed"],
         "pipeline.triton_repo": ["**/*.py", "**/*.pbtxt"],
     },
 )
