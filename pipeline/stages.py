@@ -42,7 +42,6 @@ from pipeline.measure.gate import judge
 if TYPE_CHECKING:
     from pipeline.quantize.foreign.convert import Made
 
-STAGES = ("import", "quantize", "convert", "verify", "gate", "compile", "emit")
 UNQUANTIZED = ("bf16", "fp16")
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {

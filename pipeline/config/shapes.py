@@ -21,8 +21,6 @@ GROUPED = ("int4_awq", "w4a8_awq")
 MAX_TENSOR_VOLUME = 2**31 - 1
 # trtllm-build warns above this (tensorrt_llm/_common.py check_max_num_tokens).
 LARGE_NUM_TOKENS = 16384
-# AWQ export pads the vocabulary to a multiple of this (tried with nvidia-modelopt 0.47.0).
-VOCAB_MULTIPLE = 64
 
 
 class ArchitectureFacts(Protocol):

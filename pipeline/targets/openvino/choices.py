@@ -227,15 +227,14 @@ def kv_block_bytes(model: ModelFacts, precision: str) -> int:
 _DEVIATIONS: dict[str, str] = {
     "bf16": "bf16: the same 16-bit weights as on a GPU; a CPU without bf16 hardware computes in float32.",
     "fp16": "fp16: the same 16-bit weights as on a GPU; the CPU computes in bf16 or float32.",
-    "fp8": "fp8: weights are ModelOpt's own E4M3 values and scales; activations are not quantized, as CPUs have no fp8 "
-    "product.",
-    "int8_sq": "int8_sq: weights are ModelOpt's own int8 values and scales, smoothing included; activations are "
+    "fp8": "fp8: the checkpoint's E4M3 values and scales; activations are not quantized, as CPUs have no fp8 product.",
+    "int8_sq": "int8_sq: the checkpoint's int8 values and scales, smoothing included; activations are "
     "{them}, and not by the calibrated per-tensor scale of a GPU.",
-    "int8_wo": "int8_wo: weights are ModelOpt's own int8 values and scales; activations are {them}, where a GPU keeps "
+    "int8_wo": "int8_wo: the checkpoint's int8 values and scales; activations are {them}, where a GPU keeps "
     "them at 16 bit.",
-    "int4_wo": "int4_wo: weights are ModelOpt's own int4 values and scales in groups; activations are {them}, where a "
+    "int4_wo": "int4_wo: the checkpoint's int4 values and scales in groups; activations are {them}, where a "
     "GPU keeps them at 16 bit and trtllm-build takes one scale per output.",
-    "int4_awq": "int4_awq: weights are ModelOpt's own int4 values and scales, pre-quant scales included; activations "
+    "int4_awq": "int4_awq: the checkpoint's int4 values and scales, pre-quant scales included; activations "
     "are {them}, where a GPU keeps them at 16 bit.",
 }
 _ROUNDED = "rounded to int8 at run time per token and 32 inputs"
