@@ -131,7 +131,7 @@ def gc(store: Store, *, dry_run: bool, keep: Iterable[str]) -> int:
     records = store.records()
     reached = _reachable(store, keep)
     garbage = [store.path(digest) for digest in store.digests() if digest not in reached]
-    for folder in ("failed", "quarantine", "work"):
+    for folder in ("failed", "unfinished", "quarantine", "work"):
         garbage += sorted((store.root / folder).iterdir())
     freed = _freed_bytes(garbage)
     if dry_run:

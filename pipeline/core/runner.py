@@ -100,13 +100,13 @@ def _checked(name: str, key: str, store: Store, progress: Progress) -> Record | 
 
 def _build(step: Step, action: Action, inputs: Mapping[str, Artifact], store: Store, progress: Progress) -> Record:
     require_free_space(store.root, step.disk_bytes)
-    with store.staging() as out:
+    with store.unfinished(action.key) as resume, store.staging() as out:
         try:
             started_at, started = datetime.now(UTC), time.monotonic()
             with disk_errors(store.root):
                 progress.note(f"{step.name}: running")
                 with peak_memory() as memory:
-                    step.run(StepContext(inputs, out, progress))
+                    step.run(StepContext(inputs, out, progress, resume))
                 execution = Execution(
                     host={"node": platform.node(), "machine": platform.machine(), "python": platform.python_version()},
                     argv=tuple(sys.argv),

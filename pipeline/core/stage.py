@@ -20,11 +20,15 @@ class StepContext:
         Symlinks are refused. `log/` and `*.log` at its root are not part of the artifact: they are
         dropped when the step succeeds and kept when it fails.
     progress: who listens.
+    resume: a directory of this action's own that outlives a failed or killed run and is removed after a
+        successful one. What lies there is of the same version, params, inputs and tools; it may be cut short
+        unless it was written atomically. The artifact's bytes must not depend on it.
     """
 
     inputs: Mapping[str, Artifact]
     out: Path
     progress: Progress
+    resume: Path
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     actions/<hex>.json   key of an action -> record naming the object it made
     refs/<name>          a digest under a name a person uses; gc keeps what refs reach
     failed/<hex>/        what a failed action left: error.txt, logs, reproduce scripts
+    unfinished/<hex>/    what an action that was interrupted can go on from; gone once it has finished
     quarantine/          objects that were found damaged
     work/<id>/           artifacts being written, each locked by its writer
     locks/, store.lock   flock files; the kernel releases them when their holder dies
@@ -42,7 +43,7 @@ A = TypeVar("A", bound=Artifact)
 LAYOUT = 1
 MARKER = "trtpipe-store.json"
 CACHEDIR_TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Written by trtpipe: see https://bford.info/cachedir/\n"
-FOLDERS = ("objects", "actions", "refs", "failed", "quarantine", "work", "locks")
+FOLDERS = ("objects", "actions", "refs", "failed", "unfinished", "quarantine", "work", "locks")
 _OWN_NAMES = {*FOLDERS, MARKER, "CACHEDIR.TAG", "store.lock", "stat-cache.json"}
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 _MIN_PREFIX = 4
@@ -143,6 +144,22 @@ class Store:
                 finally:
                     shutil.rmtree(path, ignore_errors=True)
                 return
+
+    @contextmanager
+    def unfinished(self, key: str) -> Iterator[Path]:
+        """Yield the directory in which an action keeps what it can go on from; removed when the block succeeds.
+
+        The caller holds the lock of `key`, so nobody else writes there.
+        """
+        path = self.root / "unfinished" / _hex(key)
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            yield path
+        except BaseException:
+            with suppress(OSError):  # not empty: that is what the next run goes on from
+                path.rmdir()
+            raise
+        shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, staging: Path, record: Callable[[str], Record]) -> Record:
         """Make a finished staging directory an object and write its record.

@@ -199,6 +199,39 @@ def test_an_interrupt_leaves_nothing_and_passes_on(store: Store, stop: type[Base
     assert store.digests() == ()
 
 
+def test_what_a_failed_run_kept_is_there_for_the_next_and_gone_after_success(store: Store) -> None:
+    """A step goes on from what it left in its resume directory, and only its own key sees it."""
+    found: list[list[str]] = []
+
+    def work(ctx: StepContext) -> None:
+        found.append(sorted(path.name for path in ctx.resume.iterdir()))
+        (ctx.resume / f"part{len(found)}").write_text("done")
+        if len(found) < 3:
+            raise ToolError("stopped half-way")
+        (ctx.out / "file").write_text("whole")
+
+    for _attempt in range(2):
+        with pytest.raises(ToolError, match="stopped half-way"):
+            go((step("slow", work),), store)
+    go((step("slow", work),), store)
+    assert found == [[], ["part1"], ["part1", "part2"]]
+    assert not any((store.root / "unfinished").iterdir())
+
+
+def test_gc_drops_what_an_interrupted_run_kept(store: Store) -> None:
+    """Unfinished work is nobody's artifact."""
+
+    def work(ctx: StepContext) -> None:
+        (ctx.resume / "part").write_text("done")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go((step("slow", work),), store)
+    assert store.gc(dry_run=True) == 4
+    store.gc()
+    assert not any((store.root / "unfinished").iterdir())
+
+
 def test_a_step_that_writes_nothing_fails(store: Store) -> None:
     """An empty artifact is a failure, not a result."""
     with pytest.raises(IntegrityError, match="wrote nothing"):
