@@ -209,7 +209,7 @@ def test_the_commented_lines_of_a_first_config_are_valid_too(tmp_path: Path) -> 
     ("arguments", "message"),
     [
         (("owner/name", "bf16", "openvino"), "not pinned to a commit"),
-        (("m", "nvfp4", "openvino"), "'nvfp4' is refused: FP4 needs"),
+        (("m", "nvfp4", "openvino"), "'nvfp4' is refused: NVFP4 needs"),
         (("m", "bf16", "cpu"), "'cpu' is not a target"),
     ],
 )

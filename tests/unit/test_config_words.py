@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,13 @@ def test_a_foreign_key_is_answered_with_ours(section: str, name: str, expected: 
     [
         ("quantization.format", "nvfp4", "needs SM 100 or newer", "Valid: bf16"),
         ("quantization.format", "INT2", "15 to 30 %", "Valid: bf16"),
-        ("quantization.format", "gptq", "GPTQ is not made here", "Valid: bf16"),
+        ("quantization.format", "mxfp4", "Blackwell (SM 100)", "Valid: bf16"),
+        ("quantization.format", "mxfp8", "Blackwell (SM 100)", "Valid: bf16"),
+        ("quantization.format", "INT3", "trtpipe probe CONFIG --format int2", "Valid: bf16"),
+        ("quantization.format", "gptq", "name it in source and leave the format out", "Valid: bf16"),
+        ("quantization.format", "int4_gptq", "name it in source and leave the format out", "Valid: bf16"),
+        ("quantization.format", "AutoAWQ", "names a tool, not a format", "Valid: bf16"),
+        ("quantization.format", "hqq", "no target here serves it", "Valid: bf16"),
         ("quantization.format", "w4a8", "", "Here it is 'w4a8_awq' (INT4 weights with FP8 activations)."),
         ("engine.toolchain", "1.3.0rc7", "have no trtllm-build", "Valid: 1.2.1, 1.0.0."),
         ("engine.toolchain", "1.3", "have no trtllm-build", "Valid: 1.2.1, 1.0.0."),
@@ -94,7 +101,7 @@ def test_a_foreign_key_is_answered_with_ours(section: str, name: str, expected: 
         ("engine.build.reduce_fusion", "off", "", "Write disable, as trtllm-build does."),
         ("engine.build.speculative_decoding_mode", "redrafter", "", "Here it is 'explicit_draft_tokens'"),
         ("serving.tensorrt_llm.batching_strategy", "V1", "static batching was removed", "Valid: inflight_fused"),
-        ("quantization.format", "nf4", "no engine kernel", "Valid: bf16"),
+        ("quantization.format", "nf4", "trtpipe probe CONFIG --format nf4", "Valid: bf16"),
         ("quantization.format", "awq", "", "Here it is 'int4_awq'."),
         ("quantization.format", "FP8", "", "Did you mean 'fp8'?"),
         ("quantization.kv_cache", "fp8_cast", "silently loses", "Valid: auto"),
@@ -118,8 +125,14 @@ def test_a_refused_format_reaches_the_user_with_its_reason(tmp_path: Path) -> No
     """The reason is part of the config error."""
     path = tmp_path / "x.yaml"
     path.write_text("name: a\nsource: {path: m}\nquantization:\n  format: nvfp4\n")
-    with pytest.raises(ConfigError, match=r":4 quantization.format: 'nvfp4' is refused: FP4 needs SM 100"):
+    with pytest.raises(ConfigError, match=r":4 quantization.format: 'nvfp4' is refused: NVFP4 needs SM 100"):
         load(path)
+
+
+def test_every_reason_against_a_format_names_what_to_write() -> None:
+    """A refusal that only refuses leaves the user where he was."""
+    for name, word in vocabulary().values["quantization.format"].items():
+        assert word.use or re.search(r"[Pp]ick \w|leave the format out", word.why), name
 
 
 def test_nearest_gives_nothing_when_nothing_is_close() -> None:
