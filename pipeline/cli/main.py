@@ -34,6 +34,10 @@ COMMANDS = {
         "pipeline.cli.ladder:ladder",
         "Build every step of the fallback until verify; compare size and quality.",
     ),
+    "probe": (
+        "pipeline.cli.probe:probe",
+        "How good a format would be (nf4, int2, ...): rounds, scores, writes nothing.",
+    ),
     "serve": ("pipeline.cli.serve:serve", "Serve a model repository on a real Triton server, on loopback."),
     "generate": ("pipeline.cli.serve:generate", "Send one prompt to a running server and stream the answer."),
     "chat": ("pipeline.cli.serve:chat", "Talk to a running server; the chat template is applied there."),

@@ -30,6 +30,11 @@ ABILITIES = (
         remedy="pip install 'trtpipe[quantize]'",
     ),
     Ability(
+        what="probe NF4",
+        distributions=("bitsandbytes",),
+        remedy="pip install 'trtpipe[probe]'",
+    ),
+    Ability(
         what="compile for the CPU (openvino target)",
         distributions=("optimum-intel", "openvino", "openvino-genai", "torch", "transformers"),
         remedy="pip install 'trtpipe[openvino]'",

@@ -14,16 +14,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.progress import Progress
-from pipeline.quantize.checkpoint_reader import CheckpointReader
 from pipeline.quantize.numerics import Distribution, DistributionComparison
 from pipeline.quantize.readers import read_quantized
 from pipeline.quantize.reference import QuantizedLinear
+from pipeline.quantize.tensor_files import FloatArray
+
+
+class LayerReader(Protocol):
+    """What a model is built from: linear layers and parameters by their Hugging Face names."""
+
+    def linear(self, module: str) -> QuantizedLinear:
+        """Read one linear layer, quantized or not."""
+        ...
+
+    def tensor(self, name: str) -> FloatArray:
+        """Read a parameter as float32."""
+        ...
+
 
 _POSITIONS_PER_BLOCK = 128  # log-probabilities of this many positions are held at once
 
@@ -39,7 +52,7 @@ def load_reference_model(quantized_dir: Path) -> Any:  # noqa: ANN401 - torch is
     return build_model(reader.directory, reader, resident=True)
 
 
-def build_model(config_directory: Path, reader: CheckpointReader, *, resident: bool) -> Any:  # noqa: ANN401
+def build_model(config_directory: Path, reader: LayerReader, *, resident: bool) -> Any:  # noqa: ANN401
     """Build the model that `config_directory`/config.json describes over the tensors of `reader`.
 
     Args:
@@ -69,7 +82,7 @@ def build_model(config_directory: Path, reader: CheckpointReader, *, resident: b
     return model.eval()
 
 
-def _read_layer(reader: CheckpointReader, name: str, rows: int) -> QuantizedLinear:
+def _read_layer(reader: LayerReader, name: str, rows: int) -> QuantizedLinear:
     """Read a linear layer without the rows by which TensorRT-LLM pads the vocabulary of lm_head."""
     layer = reader.linear(name)
     if layer.format != "float" or len(layer.codes) == rows:
@@ -97,6 +110,44 @@ def _linear_module(read: Callable[[], QuantizedLinear], *, resident: bool) -> An
     return ReferenceLinear()
 
 
+def last_hidden(model: Any, ids: npt.NDArray[np.int64], label: str, progress: Progress) -> Any:  # noqa: ANN401
+    """Run a model on text and return what its head would see: a tensor [sequences * (length - 1), hidden].
+
+    Args:
+        model: from `build_model`.
+        ids: token ids [sequences, length]; each sequence predicts its tokens from the second on.
+        label: what is scored, for the progress line.
+        progress: told of the pass.
+    """
+    import torch
+
+    with torch.no_grad(), progress.track(f"score {label}", ids.size, "tokens") as advance:
+        state = model.base_model(input_ids=torch.from_numpy(ids), use_cache=False).last_hidden_state
+        advance(ids.size)
+    return state[:, :-1].reshape(-1, state.shape[-1])
+
+
+def compare_hidden(
+    baseline: tuple[Any, Any], tested: tuple[Any, Any], ids: npt.NDArray[np.int64], progress: Progress
+) -> Distribution:
+    """Compare what two models predict, each given as the model and its `last_hidden` of `ids`."""
+    import torch
+
+    heads = [model.get_output_embeddings() for model, _hidden in (baseline, tested)]
+    targets = ids[:, 1:].reshape(-1)
+    comparison = DistributionComparison()
+    with torch.no_grad(), progress.track("compare predictions", len(targets), "tokens") as advance:
+        for start in range(0, len(targets), _POSITIONS_PER_BLOCK):
+            block = slice(start, start + _POSITIONS_PER_BLOCK)
+            expected, predicted = (
+                torch.log_softmax(head(state[block]), dim=-1).numpy()
+                for head, (_model, state) in zip(heads, (baseline, tested), strict=True)
+            )
+            comparison.add(expected, predicted, targets[block])
+            advance(len(targets[block]))
+    return comparison.result()
+
+
 def compare_models(
     baseline: Any,  # noqa: ANN401
     tested: Any,  # noqa: ANN401
@@ -111,25 +162,8 @@ def compare_models(
         ids: token ids [sequences, length]; each sequence predicts its tokens from the second on.
         progress: told of each model's pass and of the comparison.
     """
-    import torch
-
-    with torch.no_grad():
-        hidden = []
-        for label, model in (("16-bit source", baseline), ("quantized", tested)):
-            with progress.track(f"score {label}", ids.size, "tokens") as advance:
-                state = model.base_model(input_ids=torch.from_numpy(ids), use_cache=False).last_hidden_state
-                hidden.append(state[:, :-1].reshape(-1, state.shape[-1]))
-                advance(ids.size)
-        heads = [model.get_output_embeddings() for model in (baseline, tested)]
-        targets = ids[:, 1:].reshape(-1)
-        comparison = DistributionComparison()
-        with progress.track("compare predictions", len(targets), "tokens") as advance:
-            for start in range(0, len(targets), _POSITIONS_PER_BLOCK):
-                block = slice(start, start + _POSITIONS_PER_BLOCK)
-                expected, predicted = (
-                    torch.log_softmax(head(state[block]), dim=-1).numpy()
-                    for head, state in zip(heads, hidden, strict=True)
-                )
-                comparison.add(expected, predicted, targets[block])
-                advance(len(targets[block]))
-    return comparison.result()
+    sides = [
+        (model, last_hidden(model, ids, label, progress))
+        for label, model in (("16-bit source", baseline), ("quantized", tested))
+    ]
+    return compare_hidden(sides[0], sides[1], ids, progress)
