@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.checkpoints.resolve import resolve
-from pipeline.config.rules import has_groups
+from pipeline.config.rules import AWQ, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.schema import BuildConfig, SourceConfig
 from pipeline.core.artifacts import (
     Artifact,
@@ -42,7 +42,6 @@ from pipeline.measure.gate import judge
 if TYPE_CHECKING:
     from pipeline.quantize.foreign.convert import Made
 
-UNQUANTIZED = ("bf16", "fp16")
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {
     "target",
@@ -370,15 +369,18 @@ def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
     quantization = config.quantization.model_dump(mode="json")
     if not has_groups(config):
         del quantization["group_size"]
-    if config.quantization.format not in ("int4_awq", "w4a8_awq"):
+    forms = formats_of(config.quantization)
+    if not set(forms).intersection(AWQ):
         del quantization["awq"]
-    if config.quantization.format != "int8_sq":
+    if "int8_sq" not in forms:
         del quantization["smoothquant_alpha"]
+    if not config.quantization.overrides:
+        del quantization["overrides"]
     return quantization
 
 
 def _calibration_identity(config: BuildConfig, hasher: FileHasher) -> Mapping[str, Any] | None:
-    if config.quantization.format in UNQUANTIZED and config.quantization.kv_cache == "auto":
+    if formats_of(config.quantization)[0] in UNQUANTIZED and config.quantization.kv_cache == "auto":
         return None
     calibration = config.calibration
     return calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}

@@ -50,13 +50,13 @@ class Leaf:
     """A value as written.
 
     Attributes:
-        value: the plain value; a list for a list key.
+        value: the plain value; a list for a list key, of mappings where its items have keys.
         mark: "file:line" or "--set".
         item_marks: the place of each item of a list.
         broken: the value was reported as a problem and is not usable.
     """
 
-    value: Scalar | list[Scalar]
+    value: Scalar | list[Scalar] | list[dict[str, Scalar]]
     mark: str
     item_marks: tuple[str, ...] = ()
     broken: bool = False
@@ -168,6 +168,10 @@ def read(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem], *, 
     if key.section is not None:
         return section(node, key, origin, problems, mark=mark)
     before = len(problems)
+    if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq" and key.item_keys:
+        mappings = [_mapping(item, key, origin, problems) for item in node.value]
+        marks = tuple(origin.mark(item) for item in node.value)
+        return Leaf(value=mappings, mark=mark, item_marks=marks, broken=len(problems) > before)
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
         items = [_scalar(item, key, origin, problems) for item in node.value]
         marks = tuple(origin.mark(item) for item in node.value)
@@ -183,10 +187,28 @@ def read(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem], *, 
     return Leaf(value=value, mark=mark, broken=len(problems) > before)
 
 
+def _mapping(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem]) -> dict[str, Scalar]:
+    """Read one item of a list of mappings; every key of it takes one plain value."""
+    known = key.item_keys
+    if not isinstance(node, yaml.MappingNode) or node.tag != _TAG + "map":
+        hint = f"Write {{{', '.join(f'{name}: …' for name in known)}}} as an item."
+        message = f"takes a mapping as an item, not {_describe(node)}."
+        problems.append(Problem(where=f"{origin.mark(node)} {key.path}", message=message, hint=hint))
+        return {}
+    values: dict[str, Scalar] = {}
+    for name, value, place in _pairs(node, key, origin, problems):
+        if name in known:
+            values[name] = _scalar(value, known[name], origin, problems)
+            continue
+        message, hint = f"unknown key '{name}'.", f"Valid: {', '.join(known)}."
+        problems.append(Problem(where=f"{place} {join(key.path, name)}", message=message, hint=hint))
+    return values
+
+
 def _scalar(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem]) -> Scalar:
     where = f"{origin.mark(node)} {key.path}"
     if not isinstance(node, yaml.ScalarNode):
-        expected = "texts as items" if key.types == (tuple,) else key.expectation()
+        expected = f"{key.item_name()} as items" if key.types == (tuple,) else key.expectation()
         problems.append(Problem(where=where, message=f"takes {expected}, not {_describe(node)}."))
         return None
     text, kind = str(node.value), node.tag.removeprefix(_TAG)

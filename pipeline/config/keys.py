@@ -30,7 +30,7 @@ class Key:
         path: dotted path; empty for the root of the config.
         section: the model of a nested mapping, None for a value.
         types: the Python types of a value, without None; empty for a section.
-        items: the type of the items of a list.
+        items: the type of the items of a list; a section where each item is a mapping.
         choices: the allowed values of an enumeration, in schema order.
         nullable: whether `null` (nothing chosen) is a value.
         required: whether a config without it is incomplete.
@@ -66,10 +66,23 @@ class Key:
             int: "a whole number",
             float: "a number",
             Path: "a path",
-            tuple: "a list of paths" if self.items is Path else "a list of texts",
+            tuple: f"a list of {self.item_name()}",
             str: "a text",
         }[self.types[0]]
         return f"{kind} {self.bounds}".strip()
+
+    def item_name(self) -> str:
+        """What the items of a list are, in words."""
+        if self.item_keys:
+            return f"items of {' and '.join(self.item_keys)}"
+        return "paths" if self.items is Path else "texts"
+
+    @property
+    def item_keys(self) -> dict[str, Key]:
+        """The keys of one item of a list of mappings, by name; empty for other lists."""
+        if self.items is None or not issubclass(self.items, Section):
+            return {}
+        return {name: _key(join(self.path, name), field) for name, field in self.items.model_fields.items()}
 
 
 def join(path: str, name: str) -> str:

@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from pipeline.config import shapes
-from pipeline.config.schema import BuildConfig
+from pipeline.config.rules import formats_of
+from pipeline.config.schema import BuildConfig, Format
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts
 from pipeline.errors import Problem, Severity
@@ -144,15 +145,18 @@ def check(
     Returns:
         Every problem, errors first; an empty list means that nothing speaks against the build.
     """
-    facts = _facts(config, architecture)
-    problems = [*_combinations(facts)]
+    problems: list[Problem] = []
+    for form in formats_of(config.quantization):
+        facts = _facts(config, form, architecture)
+        problems += _combinations(facts)
+        if architecture is not None:
+            problems += _architecture(facts)
+        if host is not None:
+            problems += _toolchain(facts, host)
     if architecture is not None:
-        problems += _architecture(facts)
         problems += shapes.check(
             config, architecture, table().row_parallel.names, tuple(row.names for row in table().fused)
         )
-    if host is not None:
-        problems += _toolchain(facts, host)
     problems = [_placed(problem, provenance) for problem in dict.fromkeys(problems)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
 
@@ -170,11 +174,13 @@ def least_sm(target: str, quantization: str, kv_cache: str) -> int | None:
     return min(limits, default=None)
 
 
-def _facts(config: BuildConfig, architecture: ArchitectureFacts | None) -> dict[str, Fact]:
+def _facts(config: BuildConfig, form: Format, architecture: ArchitectureFacts | None) -> dict[str, Fact]:
+    """The facts of one of the config's formats."""
     engine, quantization = config.engine, config.quantization
     facts: dict[str, Fact] = {
         "target": engine.target,
-        "format": quantization.format,
+        "format": form,
+        "mixed": len(formats_of(quantization)) > 1,
         "kv_cache": quantization.kv_cache,
         "group_size": quantization.group_size,
         "awq": quantization.awq,

@@ -84,6 +84,8 @@ def scalar(value: object) -> str:
         return repr(value) if "." in repr(value) else repr(value).replace("e", ".0e")
     if isinstance(value, str | Path):
         return _text(str(value))
+    if isinstance(value, Section):
+        return f"{{{', '.join(f'{name}: {scalar(item)}' for name, item in value)}}}"
     if isinstance(value, tuple):
         return f"[{', '.join(scalar(item) for item in value)}]"
     raise TypeError(f"a config holds no {type(value).__name__}")

@@ -6,15 +6,20 @@ Each rule reads a typed config and yields findings; the first key of a finding i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from pipeline.config.keys import KEYS, leaves, value_at
-from pipeline.config.schema import BuildConfig
+from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Severity
 
-UNQUANTIZED = ("bf16", "fp16")
+UNQUANTIZED: tuple[Format, ...] = ("bf16", "fp16")
+# Formats that search scales by the activations.
+AWQ: tuple[Format, ...] = ("int4_awq", "w4a8_awq")
+_OWN_DTYPE: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
+_EVERYTHING = ("*", "**", "model*", "model.*", "*.*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -46,6 +51,38 @@ def check(config: BuildConfig) -> Iterator[Finding]:
     yield from _parallelism(config)
     yield from _quality(config)
     yield from _without_effect(config)
+
+
+def covers(globs: Iterable[str], name: str) -> bool:
+    """Whether a glob names a module or one that contains it: 'model.layers.0' covers its q_proj."""
+    parts = name.split(".")
+    ancestors = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(fnmatchcase(ancestor, glob) for glob in globs for ancestor in ancestors)
+
+
+def layer_format(quantization: QuantizationConfig, name: str) -> Format | None:
+    """The format of a linear layer, None for 16 bit: excludes first, then the last override, then the format."""
+    if covers(quantization.exclude, name):
+        return None
+    matching = [override.format for override in quantization.overrides if covers((override.layers,), name)]
+    chosen = matching[-1] if matching else quantization.format
+    return None if chosen in UNQUANTIZED else chosen
+
+
+def formats_of(quantization: QuantizationConfig) -> tuple[Format, ...]:
+    """Every format that layers may take, the main one first; a 16-bit one only where it is the only one."""
+    named = dict.fromkeys((quantization.format, *(override.format for override in quantization.overrides)))
+    return tuple(form for form in named if form not in UNQUANTIZED) or (quantization.format,)
+
+
+def is_grouped(form: Format, target: str) -> bool:
+    """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
+    return form in AWQ or (form == "int4_wo" and target == "openvino")
+
+
+def has_groups(config: BuildConfig) -> bool:
+    """Whether any layer's weights share scales in groups of group_size."""
+    return any(is_grouped(form, config.engine.target) for form in formats_of(config.quantization))
 
 
 def _source(config: BuildConfig) -> Iterator[Finding]:
@@ -114,22 +151,37 @@ def _quality(config: BuildConfig) -> Iterator[Finding]:
 
 
 def _dtype(config: BuildConfig) -> Iterator[Finding]:
-    wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(config.quantization.format)
-    if wanted is not None and wanted != config.engine.dtype:
-        message = f"format {config.quantization.format} is {wanted}, and engine.dtype is {config.engine.dtype}."
-        other = {"bfloat16": "bf16", "float16": "fp16"}[config.engine.dtype]
+    form, dtype = config.quantization.format, config.engine.dtype
+    wanted = _OWN_DTYPE.get(form)
+    other = next(word for word, name in _OWN_DTYPE.items() if name == dtype)
+    if wanted is not None and wanted != dtype:
+        message = f"format {form} is {wanted}, and engine.dtype is {dtype}."
         hint = f"Set engine.dtype: {wanted}, or quantization.format: {other}."
         yield Finding(keys=("engine.dtype", "quantization.format"), message=message, hint=hint)
+    if any(_OWN_DTYPE.get(override.format, dtype) != dtype for override in config.quantization.overrides):
+        message = f"layers at 16 bit are of engine.dtype, which is {dtype}."
+        hint = f"Write format: {other}, or change engine.dtype."
+        yield Finding(keys=("quantization.overrides", "engine.dtype"), message=message, hint=hint)
 
 
 def _exclude(config: BuildConfig) -> Iterator[Finding]:
+    globs = {
+        "quantization.exclude": config.quantization.exclude,
+        "quantization.overrides": tuple(override.layers for override in config.quantization.overrides),
+    }
     for pattern in config.quantization.exclude:
-        if pattern in ("*", "**", "model*", "model.*", "*.*"):
+        if pattern in _EVERYTHING:
             message = f"'{pattern}' excludes every layer, so nothing is left to quantize."
             hint = "Name layers, for example '*.mlp.down_proj', or set format: bf16."
             yield Finding(keys=("quantization.exclude",), message=message, hint=hint)
-        elif not pattern.strip():
-            yield Finding(keys=("quantization.exclude",), message="an empty glob matches no module.", hint="Remove it.")
+    for path, patterns in globs.items():
+        if any(not pattern.strip() for pattern in patterns):
+            yield Finding(keys=(path,), message="an empty glob matches no module.", hint="Remove it.")
+    for override in config.quantization.overrides:
+        if override.layers in _EVERYTHING:
+            message = f"'{override.layers}' names every layer, so quantization.format is of none."
+            hint = f"Set quantization.format: {override.format}, and override the layers that differ."
+            yield Finding(keys=("quantization.overrides",), message=message, hint=hint)
 
 
 def _limits(config: BuildConfig) -> Iterator[Finding]:
@@ -170,29 +222,28 @@ def _parallelism(config: BuildConfig) -> Iterator[Finding]:
         yield Finding(keys=("engine.gpu", "engine.target"), message=message, hint=f"Add gpu: one of {gpus}.")
 
 
-def has_groups(config: BuildConfig) -> bool:
-    """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
-    form = config.quantization.format
-    return form in ("int4_awq", "w4a8_awq") or (form == "int4_wo" and config.engine.target == "openvino")
-
-
 def _without_effect(config: BuildConfig) -> Iterator[Finding]:
     """Warn about values that differ from their default and change nothing."""
-    form, target = config.quantization.format, config.engine.target
+    target, forms = config.engine.target, set(formats_of(config.quantization))
+    form = " and ".join(formats_of(config.quantization))
     values = {
         "quantization.group_size": (
             config.quantization.group_size,
             not has_groups(config),
-            f"format {form}" + (f" and target {target}" if form == "int4_wo" else ""),
+            f"format {form}" + (f" and target {target}" if "int4_wo" in forms else ""),
         ),
-        "quantization.awq": (config.quantization.awq, form not in ("int4_awq", "w4a8_awq"), f"format {form}"),
-        "quantization.smoothquant_alpha": (config.quantization.smoothquant_alpha, form != "int8_sq", f"format {form}"),
-        "quantization.exclude": (config.quantization.exclude, form in UNQUANTIZED, f"format {form}"),
+        "quantization.awq": (config.quantization.awq, not forms.intersection(AWQ), f"format {form}"),
+        "quantization.smoothquant_alpha": (
+            config.quantization.smoothquant_alpha,
+            "int8_sq" not in forms,
+            f"format {form}",
+        ),
+        "quantization.exclude": (config.quantization.exclude, forms <= set(UNQUANTIZED), f"format {form}"),
         "engine.gpu": (config.engine.gpu, target == "openvino", "target openvino, which runs on the CPU"),
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
         "engine.dynamic_quantization": (
             config.engine.dynamic_quantization,
-            target != "openvino" or form not in ("int8_sq", "int8_wo", "int4_awq", "int4_wo"),
+            target != "openvino" or not forms.intersection(("int8_sq", "int8_wo", "int4_awq", "int4_wo")),
             f"target {target} and format {form}",
         ),
     }

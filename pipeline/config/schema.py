@@ -42,6 +42,16 @@ class SourceConfig(Section):
     )
 
 
+class LayerOverride(Section):
+    """Layers that take another format than the rest."""
+
+    layers: str = Field(description="Glob of module names, for example '*.mlp.down_proj'.")
+    format: Format = Field(
+        title="format",
+        description="Format of these layers; bf16 or fp16, whichever is engine.dtype, keeps them at 16 bit.",
+    )
+
+
 class QuantizationConfig(Section):
     """What ModelOpt does to the weights, activations and KV cache."""
 
@@ -74,6 +84,11 @@ class QuantizationConfig(Section):
     )
     exclude: tuple[str, ...] = Field(
         default=("lm_head",), description="Globs of module names that stay at 16 bit, for example '*.mlp.down_proj'."
+    )
+    overrides: tuple[LayerOverride, ...] = Field(
+        default=(),
+        description="Layers that take another format, each {layers: glob, format: name}. The last one that matches "
+        "decides; an exclude decides before all of them.",
     )
 
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Protocol
 
-from pipeline.config.rules import UNQUANTIZED, has_groups
-from pipeline.config.schema import BuildConfig
+from pipeline.config.rules import AWQ, UNQUANTIZED, covers, formats_of, is_grouped, layer_format
+from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Problem, Severity
 
 GROUP_SIZES = (128, 64, 32)
-# Grouped on every target; the pre-quant scale of layers that share their input is folded into the norm in front.
-GROUPED = ("int4_awq", "w4a8_awq")
 # Tensor volume limit of TensorRT (NVIDIA/TensorRT-LLM#2422): tokens per iteration x hidden size.
 MAX_TENSOR_VOLUME = 2**31 - 1
 # trtllm-build warns above this (tensorrt_llm/_common.py check_max_num_tokens).
@@ -70,26 +67,54 @@ def check(
     if config.engine.target != "openvino":
         yield from _volumes(config, architecture)
         yield from _parallelism(config, architecture)
-    if config.quantization.format in UNQUANTIZED:
+    if formats_of(config.quantization)[0] in UNQUANTIZED:
         return
-    globs = config.quantization.exclude
     yield from _globs(config, architecture)
-    quantized = {name: size for name, size in architecture.linears.items() if not is_excluded(name, globs)}
+    formats = {name: layer_format(config.quantization, name) for name in architecture.linears}
+    quantized = {name: size for name, size in architecture.linears.items() if formats[name] is not None}
     if architecture.linears and not quantized:
         hint = "Exclude fewer modules, or set quantization.format: bf16."
         yield _error("quantization.exclude", "no layer is left to quantize.", hint)
     yield from _heads_and_experts(config, architecture, quantized)
-    yield from _fusion(config, architecture, quantized, fused)
+    yield from _fusion(config, formats, fused)
     yield from _split(config, quantized, row_parallel)
-    if has_groups(config):
-        yield from _groups(config, quantized, row_parallel)
+    grouped = {name: form for name, form in formats.items() if form and is_grouped(form, config.engine.target)}
+    if grouped:
+        yield from _groups(config, {name: quantized[name] for name in grouped}, row_parallel)
 
 
-def is_excluded(name: str, globs: Iterable[str]) -> bool:
-    """Whether a glob names a module or one that contains it: 'model.layers.0' covers its q_proj."""
-    parts = name.split(".")
-    ancestors = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return any(fnmatchcase(ancestor, glob) for glob in globs for ancestor in ancestors)
+def split_by_overrides(
+    quantization: QuantizationConfig, names: Iterable[str], fused: Iterable[frozenset[str]]
+) -> dict[str, dict[str, Format | None]]:
+    """Parent module -> layer -> format, where overrides give layers that must share one format several.
+
+    Args:
+        quantization: format, overrides and excludes.
+        names: of every linear layer.
+        fused: groups of last name parts that must share one format.
+    """
+    split: dict[str, dict[str, Format | None]] = {}
+    for parent, members in _siblings(names, fused):
+        chosen = {
+            last: layer_format(quantization, f"{parent}.{last}")
+            for last in members
+            if not covers(quantization.exclude, f"{parent}.{last}")
+        }
+        if len(set(chosen.values())) > 1:
+            split[parent] = chosen
+    return split
+
+
+def _siblings(names: Iterable[str], fused: Iterable[frozenset[str]]) -> list[tuple[str, list[str]]]:
+    """Each module that contains fused layers, with their last name parts, once per group."""
+    found: dict[tuple[str, frozenset[str]], list[str]] = {}
+    groups = tuple(fused)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        for group in groups:
+            if last in group:
+                found.setdefault((parent, group), []).append(last)
+    return [(parent, members) for (parent, _), members in found.items()]
 
 
 def _lengths(config: BuildConfig, architecture: ArchitectureFacts) -> Iterator[Problem]:
@@ -138,7 +163,7 @@ def _parallelism(config: BuildConfig, architecture: ArchitectureFacts) -> Iterat
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         message = f"{kv_heads} key-value heads can neither be shared by {tensor} GPUs nor copied to them evenly."
         yield _error("engine.tensor_parallel_size", message, f"Use {_any_of(fitting)}.")
-    elif tensor > kv_heads and config.quantization.format == "int8_sq":
+    elif tensor > kv_heads and "int8_sq" in formats_of(config.quantization):
         # ModelOpt 0.47.0: "Duplicating KV heads per-channel scales is not supported".
         message = f"int8_sq cannot copy {kv_heads} key-value heads to {tensor} GPUs, because its scales are per channel"
         fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and heads % n == 0]
@@ -150,17 +175,25 @@ def _parallelism(config: BuildConfig, architecture: ArchitectureFacts) -> Iterat
 
 def _globs(config: BuildConfig, architecture: ArchitectureFacts) -> Iterator[Problem]:
     names = [*architecture.linears, "lm_head"]  # a tied lm_head has no weight of its own, and may be named
+    example = next(iter(architecture.linears), "lm_head")
+    hint = f"Layers are named like '{example}'; '*' stands for any text."
     for glob in config.quantization.exclude:
-        if not any(is_excluded(name, [glob]) for name in names):
-            example = next(iter(architecture.linears), "lm_head")
-            hint = f"Layers are named like '{example}'; '*' stands for any text."
+        if not any(covers([glob], name) for name in names):
             yield _problem("quantization.exclude", f"'{glob}' matches no layer of this model.", hint, "warning")
+    kept = config.quantization.exclude
+    for override in config.quantization.overrides if architecture.linears else ():
+        named = [name for name in names if covers([override.layers], name)]
+        if not named:
+            yield _error("quantization.overrides", f"'{override.layers}' matches no layer of this model.", hint)
+        elif all(covers(kept, name) for name in named):
+            message = f"every layer that '{override.layers}' matches is excluded, and stays at 16 bit."
+            yield _error("quantization.overrides", message, "Remove it, or exclude fewer modules.")
 
 
 def _heads_and_experts(
     config: BuildConfig, architecture: ArchitectureFacts, quantized: Mapping[str, tuple[int, int]]
 ) -> Iterator[Problem]:
-    if not is_excluded("lm_head", config.quantization.exclude):
+    if not covers(config.quantization.exclude, "lm_head"):
         # TensorRT-LLM asserts that lm_head keeps its dtype; a tied head has no weight to quantize.
         tied = architecture.tie_word_embeddings
         reason = "it shares its weight with the embedding" if tied else "TensorRT-LLM keeps it at 16 bit"
@@ -174,29 +207,27 @@ def _heads_and_experts(
 
 
 def _fusion(
-    config: BuildConfig,
-    architecture: ArchitectureFacts,
-    quantized: Mapping[str, tuple[int, int]],
-    fused: tuple[frozenset[str], ...],
+    config: BuildConfig, formats: Mapping[str, Format | None], fused: tuple[frozenset[str], ...]
 ) -> Iterator[Problem]:
-    if config.engine.target == "openvino" and config.quantization.format not in GROUPED:
-        return
+    divided: dict[str, int] = {}
+    for chosen in split_by_overrides(config.quantization, formats, fused).values():
+        words = ", ".join(f"{last} {form or 'at 16 bit'}" for last, form in chosen.items())
+        divided[words] = divided.get(words, 0) + 1
+    for words, count in divided.items():
+        message = f"in {_layers(count)} {words}: they read one tensor and share one format."
+        hint = "Name all of them in one glob, for example '*.self_attn.[qkv]_proj' or '*.mlp.*'."
+        yield _error("quantization.overrides", message, hint)
     split: dict[tuple[str, str], int] = {}
-    for group in fused:
-        parents: dict[str, set[str]] = {}
-        for name in architecture.linears:
-            parent, _, last = name.rpartition(".")
-            if last in group:
-                parents.setdefault(parent, set()).add(last)
-        for parent, members in parents.items():
-            kept = {last for last in members if f"{parent}.{last}" not in quantized}
-            if kept and kept != members:
-                place = (", ".join(sorted(kept)), ", ".join(sorted(members - kept)))
-                split[place] = split.get(place, 0) + 1
-    for (kept_names, others), count in split.items():
-        message = (
-            f"in {_layers(count)} {kept_names} would stay at 16 bit while {others} would not; they share one scale"
-        )
+    for parent, members in _siblings(formats, fused):
+        kept = {last for last in members if covers(config.quantization.exclude, f"{parent}.{last}")}
+        others = [last for last in sorted(set(members) - kept) if formats[f"{parent}.{last}"]]
+        # An engine for the CPU multiplies by each layer alone; only a scale that is folded into their norm ties them.
+        tied = config.engine.target != "openvino" or any(formats[f"{parent}.{last}"] in AWQ for last in others)
+        if kept and others and tied:
+            place = (", ".join(sorted(kept)), ", ".join(others))
+            split[place] = split.get(place, 0) + 1
+    for (names, rest), count in split.items():
+        message = f"in {_layers(count)} {names} would stay at 16 bit while {rest} would not; they share one scale"
         yield _error("quantization.exclude", f"{message}.", "Exclude all of them, or none.")
 
 
@@ -249,7 +280,7 @@ def _groups(
 
 def _group_sizes(config: BuildConfig) -> tuple[int, ...]:
     """Group sizes that the target has kernels for, largest first (NVIDIA/TensorRT-LLM#1547, #988)."""
-    if config.quantization.format == "w4a8_awq":
+    if "w4a8_awq" in formats_of(config.quantization):
         return (128,)
     return GROUP_SIZES if config.engine.target == "openvino" else (128, 64)
 

@@ -31,12 +31,13 @@ def validate(tree: Branch) -> tuple[BuildConfig | None, list[Problem]]:
         for detail in error.errors(include_url=False, include_context=False):
             names = [part for part in detail["loc"] if isinstance(part, str)]
             index = next((part for part in detail["loc"] if isinstance(part, int)), None)
-            key = KEYS[".".join(names)]
+            key = KEYS.get(".".join(names)) or KEYS[".".join(names[:-1])].item_keys[names[-1]]
             missing = detail["type"] == "missing"
-            if key.path not in bad:
-                problems.append(_missing(tree, key) if missing else _wrong(tree, key, detail["input"], index))
-            bad.add(key.path)
-            _drop(data, names)
+            listed = names if key.path in KEYS else names[:-1]
+            if ".".join(listed) not in bad:
+                problems.append(_missing(tree, key, index) if missing else _wrong(tree, key, detail["input"], index))
+            bad.add(".".join(listed))
+            _drop(data, listed)
         usable = BuildConfig.model_validate_json(json.dumps({"name": "unnamed", "source": {}} | data), strict=True)
     problems += [
         Problem(
@@ -71,18 +72,22 @@ def _drop(data: dict[str, object], names: Sequence[str]) -> None:
         node.pop(names[-1], None)
 
 
-def _missing(tree: Branch, key: Key) -> Problem:
-    where = f"{nearest_mark(tree, key.path)} {key.path}"
+def _missing(tree: Branch, key: Key, index: int | None) -> Problem:
+    where = f"{_mark(tree, key, index)} {key.path}"
     return Problem(where=where, message="is required.", hint=f"Add '{key.name}': {key.description}")
+
+
+def _mark(tree: Branch, key: Key, index: int | None) -> str:
+    """The place of a value, or of the item of a list that it is, or is in."""
+    node = find(tree, key.path if key.path in KEYS else key.path.rpartition(".")[0])
+    if index is not None and isinstance(node, Leaf) and index < len(node.item_marks):
+        return node.item_marks[index]
+    return nearest_mark(tree, key.path)
 
 
 def _wrong(tree: Branch, key: Key, value: object, index: int | None) -> Problem:
     """One value that its key does not take: what was written, why not, what to write."""
-    mark = nearest_mark(tree, key.path)
-    node = find(tree, key.path)
-    if index is not None and isinstance(node, Leaf) and index < len(node.item_marks):
-        mark = node.item_marks[index]
-    where = f"{mark} {key.path}"
+    where = f"{_mark(tree, key, index)} {key.path}"
     if value is None and index is not None:
         return Problem(where=where, message=f"item {index + 1} is empty.", hint="Remove it.")
     if value is None:
@@ -96,7 +101,7 @@ def _wrong(tree: Branch, key: Key, value: object, index: int | None) -> Problem:
         why, hint = words.value_hint(key, value)
         message = f"{_shown(value)} is refused: {why}." if why else f"{_shown(value)} is not a {key.noun}."
         return Problem(where=where, message=message, hint=hint)
-    if key.types == (tuple,) and index is None:
+    if key.types == (tuple,) and index is None and not key.item_keys:
         hint = f"Write {key.name}: [{json.dumps(value, ensure_ascii=False)}]."
     return Problem(where=where, message=f"{_shown(value)} is not {key.expectation()}.", hint=hint)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config.rules import has_groups
+from pipeline.config.rules import formats_of, is_grouped, layer_format
 from pipeline.config.schema import BuildConfig, Format
 
 FLOAT32 = 4
@@ -99,13 +99,23 @@ def parameters(model: Shapes) -> tuple[int, int]:
 
 def checkpoint_bytes(model: Shapes, config: BuildConfig) -> int:
     """Size of the quantized checkpoint: codes, one float32 scale per group, 16-bit tables."""
-    linear, tables = parameters(model)
-    bits = BITS_PER_WEIGHT[config.quantization.format]
-    if config.engine.target == "tensorrt_llm" and config.quantization.format in ROUNDED_BY_BUILD:
-        bits = 16
-    if has_groups(config):
-        bits += SCALE_BITS / config.quantization.group_size
-    return int(linear * bits / 8) + tables * FLOAT16
+    _, tables = parameters(model)
+    bits = sum(
+        rows * columns * _bits_per_weight(config, name)
+        for name, (rows, columns) in model.linears.items()
+        if "lm_head" not in name
+    )
+    return int(bits / 8) + tables * FLOAT16
+
+
+def _bits_per_weight(config: BuildConfig, name: str) -> float:
+    """Bits of one weight of a layer in the checkpoint, with its share of the scales."""
+    form = layer_format(config.quantization, name)
+    target = config.engine.target
+    if form is None or (target == "tensorrt_llm" and form in ROUNDED_BY_BUILD):
+        return 8 * FLOAT16
+    grouped = is_grouped(form, target)
+    return BITS_PER_WEIGHT[form] + (SCALE_BITS / config.quantization.group_size if grouped else 0)
 
 
 def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:
@@ -135,6 +145,10 @@ def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
     kv_why = "engine.kv_cache.size_gib" if engine.kv_cache.size_gib else f"at most, {tokens} tokens in flight"
     return (
         *build,
-        Need(what="serve memory: weights", n_bytes=checkpoint, why=f"{config.quantization.format} weights"),
+        Need(
+            what="serve memory: weights",
+            n_bytes=checkpoint,
+            why=f"{' and '.join(formats_of(config.quantization))} weights",
+        ),
         Need(what="serve memory: KV cache", n_bytes=kv, why=kv_why),
     )

@@ -5,12 +5,15 @@ Pure data and arithmetic: layers come in as name -> (out, in), configs go out as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from pipeline.config.legality import table
+from pipeline.config.rules import AWQ, formats_of, layer_format
 from pipeline.config.schema import Format, QuantizationConfig
+from pipeline.config.shapes import split_by_overrides
 from pipeline.errors import ConfigError, Problem
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -62,19 +65,22 @@ _INT8_PER_CHANNEL: dict[str, Any] = {"num_bits": 8, "axis": 0}
 
 
 def clips_weights(quantization: QuantizationConfig) -> bool:
-    """Whether ranges are narrower than the weights, so that the largest ones are cut to the last code."""
-    return quantization.format == "int4_awq" and quantization.awq != "lite"
+    """Whether int4_awq's ranges are narrower than the weights, so that the largest ones are cut to the last code."""
+    return "int4_awq" in formats_of(quantization) and quantization.awq != "lite"
 
 
 def needs_text(quantization: QuantizationConfig, *, export: str) -> bool:
     """Whether text is fed at all: to observers, or once, for the rows that `probes` records of quantized layers."""
-    return traits(quantization.format, export=export).quantized or needs_calibration(quantization, export=export)
+    made = (traits(form, export=export) for form in formats_of(quantization))
+    return any(form.quantized for form in made) or needs_calibration(quantization, export=export)
 
 
 def needs_calibration(quantization: QuantizationConfig, *, export: str) -> bool:
     """Whether any quantizer has to see text; plain rounding of weights (int8_wo, int4_wo) does not."""
-    made = traits(quantization.format, export=export)
-    return made.smoothed or made.static_activations or stores_kv_scales(quantization, export=export)
+    made = (traits(form, export=export) for form in formats_of(quantization))
+    return any(form.smoothed or form.static_activations for form in made) or stores_kv_scales(
+        quantization, export=export
+    )
 
 
 def stores_kv_scales(quantization: QuantizationConfig, *, export: str) -> bool:
@@ -86,46 +92,69 @@ def stores_kv_scales(quantization: QuantizationConfig, *, export: str) -> bool:
     return quantization.kv_cache == "fp8" or (quantization.kv_cache == "int8" and export == "trtllm")
 
 
-def select_layers(linears: Shapes, modules: Iterable[str], quantization: QuantizationConfig) -> tuple[str, ...]:
-    """Name the linear layers that will be quantized, here or by the engine build, in the model's order.
+def layer_formats(linears: Shapes, modules: Iterable[str], quantization: QuantizationConfig) -> dict[str, Format]:
+    """Name the linear layers that will be quantized, here or by the engine build, with their formats, in model order.
 
-    A glob of `exclude` names a linear layer, or a module that contains some.
+    A glob names a linear layer, or a module that contains some. The last override that names a layer decides, and
+    an exclude decides before all of them.
 
     Args:
         linears: every linear layer, name -> (out, in).
         modules: every module name, so that a glob that names nothing is an error.
-        quantization: format and excludes.
+        quantization: format, overrides and excludes.
 
     Raises:
-        ConfigError: a glob matches no module, or nothing is left to quantize.
+        ConfigError: a glob matches no module, overrides give layers that read one tensor several formats, or nothing
+            is left to quantize.
     """
-    names = tuple(modules)
+    _check_globs(linears, tuple(modules), quantization)
+    _check_fused(linears, quantization)
+    formats = {name: form for name in linears if (form := layer_format(quantization, name)) is not None}
+    wanted = formats_of(quantization)
+    if not formats and _TRAITS[wanted[0]].quantized:
+        raise ConfigError(
+            f"quantization.exclude {list(quantization.exclude)} leaves no layer to quantize to '{wanted[0]}'",
+            hint="Exclude fewer modules, or set quantization.format to bf16.",
+        )
+    return formats
+
+
+def _check_globs(linears: Shapes, modules: Sequence[str], quantization: QuantizationConfig) -> None:
+    globs = {
+        "quantization.exclude": quantization.exclude,
+        "quantization.overrides": tuple(override.layers for override in quantization.overrides),
+    }
     problems = [
         Problem(
-            where="quantization.exclude",
+            where=key,
             message=f"'{glob}' matches no module of this model.",
             hint=f"Modules are named like '{next(iter(linears), 'lm_head')}'.",
         )
-        for glob in quantization.exclude
-        if not any(fnmatchcase(name, glob) for name in names)
+        for key, patterns in globs.items()
+        for glob in patterns
+        if not any(fnmatchcase(name, glob) for name in modules)
     ]
     if problems:
-        raise ConfigError("quantization.exclude names modules that do not exist", problems=problems)
-    if not _TRAITS[quantization.format].quantized:
-        return ()
-    selected = tuple(name for name in linears if not _is_excluded(name, quantization.exclude))
-    if not selected:
-        raise ConfigError(
-            f"quantization.exclude {list(quantization.exclude)} leaves no layer to quantize to '{quantization.format}'",
-            hint="Exclude fewer modules, or set quantization.format to bf16.",
+        keys = " and ".join(dict.fromkeys(problem.where for problem in problems))
+        raise ConfigError(f"{keys} names modules that do not exist", problems=problems)
+
+
+def _check_fused(linears: Shapes, quantization: QuantizationConfig) -> None:
+    fused = tuple(row.names for row in table().fused)
+    problems = [
+        Problem(
+            where=parent,
+            message=f"{', '.join(members)} read one tensor, and would be "
+            f"{', '.join(form or '16 bit' for form in members.values())}.",
         )
-    return selected
-
-
-def _is_excluded(name: str, globs: Iterable[str]) -> bool:
-    parts = name.split(".")
-    ancestors = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return any(fnmatchcase(ancestor, glob) for glob in globs for ancestor in ancestors)
+        for parent, members in split_by_overrides(quantization, linears, fused).items()
+    ]
+    if problems:
+        raise ConfigError(
+            "quantization.overrides splits layers that must share one format",
+            problems=problems,
+            hint="Name all of them (q_proj, k_proj, v_proj; gate_proj, up_proj), or the module around them.",
+        )
 
 
 def check_group_size(layers: Shapes, group_size: int, tensor_parallel_size: int) -> None:
@@ -166,37 +195,62 @@ def _is_row_parallel(name: str) -> bool:
     return name.rpartition(".")[2] in ROW_PARALLEL
 
 
-def quantizer_config(quantization: QuantizationConfig, excluded: Iterable[str], *, export: str) -> dict[str, Any]:
+Attributes = dict[str, Any]
+Algorithm = str | dict[str, Any]
+
+
+def quantizer_config(quantization: QuantizationConfig, formats: Mapping[str, Format], *, export: str) -> dict[str, Any]:
     """Write ModelOpt's config: an ordered list in which the last match wins (ModelOpt 0.44 and later).
 
-    Starts from "nothing is quantized", enables the format's quantizers on linear layers and closes with
-    the excluded layers by name, so that no entry can undo an earlier one by accident.
+    Starts from "nothing is quantized" and enables the quantizers of each layer by name, so that no entry can undo
+    an earlier one by accident. The algorithm is None where layers need several: see `algorithms`.
+
+    Args:
+        quantization: group size, how AWQ and SmoothQuant search, and the KV cache.
+        formats: layer -> format, with names as the model that is quantized has them.
+        export: "hf" or "trtllm"; formats that the engine build rounds have no quantizers.
     """
-    made = traits(quantization.format, export=export)
-    weights, activations, algorithm = _format_entries(quantization) if made.quantized else (None, None, "max")
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    if weights is not None:
-        entries.append({"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": weights})
-    if activations is not None:
-        entries.append({"quantizer_name": "*input_quantizer", "parent_class": "nn.Linear", "cfg": activations})
-    entries += [{"quantizer_name": f"{name}.*", "enable": False} for name in excluded]
+    for name, form in formats.items():
+        weights, activations = _attributes(form, quantization) if traits(form, export=export).quantized else ({}, {})
+        if weights:
+            entries.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": weights})
+        if activations:
+            entries.append({"quantizer_name": f"{name}.input_quantizer", "cfg": activations})
     if stores_kv_scales(quantization, export=export):
         kv = _E4M3_PER_TENSOR if quantization.kv_cache == "fp8" else _INT8_PER_TENSOR
         entries.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": dict(kv)})
-    return {"quant_cfg": entries, "algorithm": algorithm}
+    passes = algorithms(quantization, formats, export=export)
+    return {"quant_cfg": entries, "algorithm": passes[0][0] if len(passes) == 1 else None}
 
 
-_Attributes = dict[str, Any]
+def algorithms(
+    quantization: QuantizationConfig, formats: Mapping[str, Format], *, export: str
+) -> tuple[tuple[Algorithm, tuple[str, ...]], ...]:
+    """Each algorithm that sets ranges, with the layers it is for; plain maxima first, and never none at all.
+
+    They cannot run as ModelOpt's own list: each one touches every enabled quantizer. smoothquant leaves the inputs
+    of fp8 layers with one range per channel, and awq_lite scales the inputs of every layer. So each runs with the
+    quantizers of all other layers disabled, and a layer gets what it would get alone (modelopt.calibrate_in_turn).
+    """
+    layers: dict[str, list[str]] = {"max": []}
+    found: dict[str, Algorithm] = {"max": "max"}
+    for name, form in formats.items():
+        if not traits(form, export=export).quantized:
+            continue
+        algorithm = _algorithm(form, quantization)
+        key = algorithm if isinstance(algorithm, str) else algorithm["method"]
+        found[key] = algorithm
+        layers.setdefault(key, []).append(name)
+    return tuple((found[key], tuple(names)) for key, names in layers.items() if names) or (("max", ()),)
 
 
-def _format_entries(
-    quantization: QuantizationConfig,
-) -> tuple[_Attributes | list[_Attributes] | None, _Attributes | None, str | dict[str, Any]]:
-    """Attributes of weight and of input quantizers, None for none, and the algorithm that sets their ranges."""
-    grouped: _Attributes = {"num_bits": 4, "block_sizes": {-1: quantization.group_size, "type": "static"}}
+def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attributes | list[Attributes], Attributes]:
+    """Attributes of the weight and of the input quantizer of a layer; empty for none."""
+    grouped: Attributes = {"num_bits": 4, "block_sizes": {-1: quantization.group_size, "type": "static"}}
     # int4 in groups, and what that gives once more to float8, which the kernel multiplies with.
     twice = [grouped, dict(_E4M3_PER_TENSOR)]
-    weights: Mapping[Format, _Attributes | list[_Attributes]] = {
+    weights: Mapping[Format, Attributes | list[Attributes]] = {
         "fp8": dict(_E4M3_PER_TENSOR),
         "int8_sq": dict(_INT8_PER_CHANNEL),
         "int8_wo": dict(_INT8_PER_CHANNEL),
@@ -204,18 +258,18 @@ def _format_entries(
         "int4_wo": grouped,
         "w4a8_awq": twice,
     }
-    activations: Mapping[Format, _Attributes] = {
+    activations: Mapping[Format, Attributes] = {
         "fp8": dict(_E4M3_PER_TENSOR),
         "int8_sq": dict(_INT8_PER_TENSOR),
         "w4a8_awq": dict(_E4M3_PER_TENSOR),
     }
-    awq: dict[str, Any] = {"method": f"awq_{quantization.awq}"}
-    if quantization.awq != "clip":
-        awq["alpha_step"] = 0.1
-    algorithms: Mapping[Format, dict[str, Any]] = {
-        "int8_sq": {"method": "smoothquant", "alpha": quantization.smoothquant_alpha},
-        "int4_awq": awq,
-        "w4a8_awq": awq,
-    }
-    name = quantization.format
-    return weights.get(name), activations.get(name), algorithms.get(name, "max")
+    return weights.get(form, {}), activations.get(form, {})
+
+
+def _algorithm(form: Format, quantization: QuantizationConfig) -> Algorithm:
+    if form == "int8_sq":
+        return {"method": "smoothquant", "alpha": quantization.smoothquant_alpha}
+    if form in AWQ:
+        step = {} if quantization.awq == "clip" else {"alpha_step": 0.1}
+        return {"method": f"awq_{quantization.awq}", **step}
+    return "max"

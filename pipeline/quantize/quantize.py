@@ -22,10 +22,10 @@ from pipeline.quantize import modelopt, probes, trtllm_export
 from pipeline.quantize.formats import (
     FormatTraits,
     check_group_size,
+    layer_formats,
     needs_calibration,
     needs_text,
     quantizer_config,
-    select_layers,
     stores_kv_scales,
     traits,
 )
@@ -120,7 +120,15 @@ def quantize(
     """
     config = read_config(source.path)
     linears, modules = read_layout(config)
-    selected = select_layers(linears, modules, quantization)
+    formats = layer_formats(linears, modules, quantization)
+    if len(set(formats.values())) > 1:
+        raise ConfigError(
+            "quantization.overrides: a checkpoint of several formats is not made yet",
+            hint="Remove quantization.overrides.",
+        )
+    for only in set(formats.values()):
+        quantization = quantization.model_copy(update={"format": only})
+    selected = tuple(formats)
     _check(config, quantization, selected, export=export)
     job = _Job(
         source=source.path,
@@ -218,7 +226,8 @@ def _calibrate(job: _Job, model: nn.Module, rows: text.TokenRows, batch_size: in
 
     observed = needs_calibration(job.quantization, export=job.export)
     forward_loop = _forward_loop(job, rows, batch_size) if observed else None
-    config = quantizer_config(job.quantization, job.excluded, export=job.export)
+    formats = dict.fromkeys(job.selected, job.quantization.format)
+    config = quantizer_config(job.quantization, formats, export=job.export)
     modelopt.quantize_in_place(model, config, forward_loop)
     settled = writing.settle(
         model, job.quantization, export=job.export, dtype=getattr(torch, job.dtype), forward_loop=forward_loop

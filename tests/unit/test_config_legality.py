@@ -52,7 +52,7 @@ def test_every_row_has_a_source_a_reason_and_a_key_of_the_schema() -> None:
     """The table is data that can be checked: where each fact was read, and which key it blames."""
     rows = [*table().allowed, *table().refused, *table().warning, *table().toolchain]
     assert len(rows) >= 24
-    names = set(legality._facts(config(engine=GPU), LLAMA_8B))
+    names = set(legality._facts(config(engine=GPU), "fp8", LLAMA_8B))
     for row in rows:
         assert len(row.source) > 10
         assert len(row.reason) > 10

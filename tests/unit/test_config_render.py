@@ -36,6 +36,9 @@ def values(key: Key) -> st.SearchStrategy[object]:
         known = st.integers(8192, 10**6)
     elif key.types == (float,):
         known = st.floats(0, 1, exclude_min=True)
+    elif key.item_keys:
+        glob = TEXT.filter(lambda text: text.strip() and "*" not in text)
+        known = st.lists(st.fixed_dictionaries({"layers": glob, "format": st.just("fp8")}), max_size=2)
     elif key.types == (tuple,):
         known = st.lists(TEXT.filter(lambda text: text.strip() and "*" not in text), max_size=3)
     else:
@@ -130,7 +133,8 @@ def test_the_schema_is_valid_and_describes_every_key() -> None:
     definitions = schema["$defs"]
     assert isinstance(definitions, dict)
     objects = [schema, *definitions.values()]
-    assert len(objects) == len([key for key in KEYS.values() if key.section is not None]) + 1
+    described = [key for key in KEYS.values() if key.section is not None or key.item_keys]
+    assert len(objects) == len(described) + 1
     for item in objects:
         assert item["additionalProperties"] is False
         for name, part in item["properties"].items():

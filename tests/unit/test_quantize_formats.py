@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.schema import QuantizationConfig
+from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize.formats import (
+    algorithms,
     check_group_size,
+    layer_formats,
     needs_calibration,
     quantizer_config,
-    select_layers,
     stores_kv_scales,
 )
 
@@ -31,31 +32,31 @@ def _awq(**fields: object) -> QuantizationConfig:
 
 def test_the_head_stays_at_16_bit_by_default() -> None:
     """Everything else is quantized, in the model's order."""
-    assert select_layers(LINEARS, MODULES, _awq()) == tuple(LINEARS)[:3]
+    assert layer_formats(LINEARS, MODULES, _awq()) == dict.fromkeys(tuple(LINEARS)[:3], "int4_awq")
 
 
 def test_a_glob_that_names_a_container_excludes_what_is_in_it() -> None:
     """'*.mlp' means its projections."""
-    selected = select_layers(LINEARS, MODULES, _awq(exclude=("lm_head", "*.mlp")))
+    selected = tuple(layer_formats(LINEARS, MODULES, _awq(exclude=("lm_head", "*.mlp"))))
     assert selected == tuple(LINEARS)[:2]
 
 
 def test_a_glob_that_matches_nothing_is_refused() -> None:
     """A typing error must not quantize what was meant to stay."""
     with pytest.raises(ConfigError) as raised:
-        select_layers(LINEARS, MODULES, _awq(exclude=("lm_head", "*.dwon_proj")))
+        layer_formats(LINEARS, MODULES, _awq(exclude=("lm_head", "*.dwon_proj")))
     assert [problem.message for problem in raised.value.problems] == ["'*.dwon_proj' matches no module of this model."]
 
 
 def test_excluding_everything_is_refused() -> None:
     """A quantized format with nothing quantized is a mistake."""
     with pytest.raises(ConfigError, match="leaves no layer"):
-        select_layers(LINEARS, MODULES, _awq(exclude=("*",)))
+        layer_formats(LINEARS, MODULES, _awq(exclude=("*",)))
 
 
 def test_16_bit_formats_quantize_no_layer() -> None:
     """bf16 selects nothing, whatever is excluded."""
-    assert select_layers(LINEARS, MODULES, QuantizationConfig(format="bf16")) == ()
+    assert layer_formats(LINEARS, MODULES, QuantizationConfig(format="bf16")) == {}
 
 
 def test_a_group_size_that_does_not_fit_names_the_layers_and_the_largest_that_does() -> None:
@@ -94,11 +95,11 @@ def test_no_group_size_that_fits_points_elsewhere() -> None:
     assert "exclude" in raised.value.hint.lower()
 
 
-def test_the_quantizer_list_denies_all_first_and_excludes_last() -> None:
-    """The last match wins in ModelOpt, so excludes must close the list."""
-    entries = quantizer_config(_awq(group_size=32), ["lm_head"], export="hf")["quant_cfg"]
+def test_the_quantizer_list_denies_all_first_and_then_names_each_layer() -> None:
+    """The last match wins in ModelOpt; a name matches one layer, so no entry undoes another."""
+    entries = quantizer_config(_awq(group_size=32), {"a.q_proj": "int4_awq"}, export="hf")["quant_cfg"]
     assert entries[0] == {"quantizer_name": "*", "enable": False}
-    assert entries[-1] == {"quantizer_name": "lm_head.*", "enable": False}
+    assert [entry["quantizer_name"] for entry in entries[1:]] == ["a.q_proj.weight_quantizer"]
     assert entries[1]["cfg"]["block_sizes"] == {-1: 32, "type": "static"}
 
 
@@ -106,7 +107,7 @@ def test_an_fp8_cache_adds_observers_of_keys_and_values() -> None:
     """In any weight format."""
     for name in ("bf16", "int8_sq"):
         quantization = QuantizationConfig.model_validate({"format": name, "kv_cache": "fp8"})
-        assert quantizer_config(quantization, [], export="hf")["quant_cfg"][-1]["quantizer_name"] == (
+        assert quantizer_config(quantization, {}, export="hf")["quant_cfg"][-1]["quantizer_name"] == (
             "*[kv]_bmm_quantizer"
         )
         assert needs_calibration(quantization, export="hf")
@@ -115,27 +116,76 @@ def test_an_fp8_cache_adds_observers_of_keys_and_values() -> None:
 def test_smoothquant_takes_its_alpha_from_the_config() -> None:
     """Alpha is the user's."""
     quantization = QuantizationConfig(format="int8_sq", smoothquant_alpha=0.75)
-    assert quantizer_config(quantization, [], export="hf")["algorithm"] == {"method": "smoothquant", "alpha": 0.75}
+    assert quantizer_config(quantization, {"q": "int8_sq"}, export="hf")["algorithm"] == {
+        "method": "smoothquant",
+        "alpha": 0.75,
+    }
 
 
 def test_weight_only_formats_name_the_layers_that_the_build_rounds() -> None:
     """ModelOpt quantizes nothing for them; the exclude list still has to say what stays."""
     quantization = QuantizationConfig(format="int8_wo", exclude=("lm_head", "*.mlp"))
-    assert select_layers(LINEARS, MODULES, quantization) == tuple(LINEARS)[:2]
-    assert [entry["quantizer_name"] for entry in quantizer_config(quantization, [], export="trtllm")["quant_cfg"]] == [
-        "*"
-    ]
+    formats = layer_formats(LINEARS, MODULES, quantization)
+    assert tuple(formats) == tuple(LINEARS)[:2]
+    entries = quantizer_config(quantization, formats, export="trtllm")["quant_cfg"]
+    assert [entry["quantizer_name"] for entry in entries] == ["*"]
 
 
 def test_w4a8_rounds_weights_twice_and_activations_once() -> None:
     """Int4 in groups, then float8; activations to float8."""
-    entries = quantizer_config(_awq(format="w4a8_awq", group_size=128), [], export="trtllm")["quant_cfg"]
+    entries = quantizer_config(_awq(format="w4a8_awq"), {"q": "w4a8_awq"}, export="trtllm")["quant_cfg"]
     assert [stage["num_bits"] for stage in entries[1]["cfg"]] == [4, (4, 3)]
-    assert entries[2] == {
-        "quantizer_name": "*input_quantizer",
-        "parent_class": "nn.Linear",
-        "cfg": {"num_bits": (4, 3), "axis": None},
-    }
+    assert entries[2] == {"quantizer_name": "q.input_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
+
+
+def _mixed(*overrides: tuple[str, str], **fields: object) -> QuantizationConfig:
+    return _awq(overrides=tuple({"layers": layers, "format": form} for layers, form in overrides), **fields)
+
+
+def test_the_last_override_that_names_a_layer_decides_and_an_exclude_before_all() -> None:
+    """A 16-bit override keeps a layer as an exclude does."""
+    quantization = _mixed(("*.mlp", "fp8"), ("model.layers.0", "int8_wo"), ("*.o_proj", "bf16"))
+    assert layer_formats(LINEARS, MODULES, quantization) == dict.fromkeys(
+        ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"], "int8_wo"
+    )
+
+
+def test_an_override_that_matches_nothing_is_refused() -> None:
+    """As an exclude is."""
+    with pytest.raises(ConfigError) as raised:
+        layer_formats(LINEARS, MODULES, _mixed(("*.dwon_proj", "fp8")))
+    assert [problem.where for problem in raised.value.problems] == ["quantization.overrides"]
+
+
+def test_an_override_that_splits_layers_of_one_input_is_refused() -> None:
+    """q, k and v are one matrix to an engine."""
+    linears = LINEARS | {"model.layers.0.self_attn.k_proj": (192, 576)}
+    with pytest.raises(ConfigError, match="must share one format") as raised:
+        layer_formats(linears, [*MODULES, *linears], _mixed(("*.q_proj", "int8_wo")))
+    assert [str(problem) for problem in raised.value.problems] == [
+        "model.layers.0.self_attn: q_proj, k_proj read one tensor, and would be int8_wo, int4_awq."
+    ]
+
+
+def test_overrides_may_quantize_what_a_16_bit_format_leaves() -> None:
+    """format: bf16 with one layer at fp8."""
+    quantization = QuantizationConfig.model_validate(
+        {"format": "bf16", "overrides": ({"layers": "*.mlp", "format": "fp8"},)}
+    )
+    assert layer_formats(LINEARS, MODULES, quantization) == {"model.layers.0.mlp.down_proj": "fp8"}
+    assert needs_calibration(quantization, export="hf")
+
+
+def test_layers_of_several_formats_are_calibrated_by_each_algorithm_apart() -> None:
+    """ModelOpt's own list would let each algorithm touch every layer."""
+    formats: dict[str, Format] = {"a": "int8_sq", "b": "int4_awq", "c": "fp8", "d": "int4_wo"}
+    assert quantizer_config(_awq(), formats, export="hf")["algorithm"] is None
+    passes = algorithms(_awq(), formats, export="hf")
+    assert [(found if isinstance(found, str) else found["method"], layers) for found, layers in passes] == [
+        ("max", ("c", "d")),
+        ("smoothquant", ("a",)),
+        ("awq_lite", ("b",)),
+    ]
 
 
 def test_an_int8_cache_has_scales_in_the_tensorrt_llm_checkpoint_only() -> None:

@@ -18,9 +18,10 @@ from importlib import resources
 from typing import Final, Protocol
 
 from pipeline.config.legality import gpus, table
+from pipeline.config.rules import formats_of, layer_format
 from pipeline.config.schema import BuildConfig
 from pipeline.config.section import Section
-from pipeline.config.shapes import ArchitectureFacts, is_excluded
+from pipeline.config.shapes import ArchitectureFacts
 
 GIB: Final = 2**30
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
@@ -272,8 +273,9 @@ def _linear_bytes(config: BuildConfig, model: Model, name: str, shape: tuple[int
     """Bytes of one linear on one tensor parallel rank, scales included."""
     out_features, in_features = _rank_shape(config, model, name, shape)
     quantization = config.quantization
-    layout = _LAYOUTS.get(quantization.format)
-    if layout is None or is_excluded(name, quantization.exclude):
+    form = layer_format(quantization, name)
+    layout = None if form is None else _LAYOUTS.get(form)
+    if layout is None:
         return out_features * in_features * _ELEMENT_BYTES
     groups = -(-in_features // quantization.group_size) if layout.grouped else 1
     scales = groups * out_features * layout.row_bytes + in_features * layout.column_bytes
@@ -340,8 +342,9 @@ def _rows(config: BuildConfig, model: Model) -> list[Row]:
         Row(
             what="weights",
             n_bytes=int(weight_bytes(config, model) * kept),
-            how=f"{config.quantization.format} with scales, 16-bit tables; fullest of {engine.pipeline_parallel_size} "
-            f"pipeline ranks, 1/{tensor} of each layer" + (f"; {kept:.0%} on the GPU" if kept < 1 else ""),
+            how=f"{' and '.join(formats_of(config.quantization))} with scales, 16-bit tables; fullest of "
+            f"{engine.pipeline_parallel_size} pipeline ranks, 1/{tensor} of each layer"
+            + (f"; {kept:.0%} on the GPU" if kept < 1 else ""),
         ),
         Row(
             what="activations",

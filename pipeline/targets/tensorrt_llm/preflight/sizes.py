@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from pipeline.config.legality import table
-from pipeline.config.shapes import GROUPED, MAX_TENSOR_VOLUME, is_excluded
+from pipeline.config.rules import AWQ, formats_of, layer_format
+from pipeline.config.shapes import MAX_TENSOR_VOLUME
 from pipeline.targets.tensorrt_llm import budget
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning
 
@@ -31,9 +32,10 @@ def _padding(case: Case) -> Iterator[Finding]:
     group size alone is not said again.
     """
     quantization, tensor = case.config.quantization, case.config.engine.tensor_parallel_size
-    if quantization.format not in GROUPED or _group_misfit(case):
+    grouped = [form for form in formats_of(quantization) if form in AWQ]
+    if not grouped or _group_misfit(case):
         return
-    smallest = 128 if quantization.format == "w4a8_awq" else 64
+    smallest = 128 if "w4a8_awq" in grouped else 64
     layers, unit = _fused_layers(case), max(smallest, quantization.group_size)
     bad = _misfits(layers, unit * tensor)
     if not bad:
@@ -47,19 +49,19 @@ def _padding(case: Case) -> Iterator[Finding]:
         hint = f"Use tensor_parallel_size {ranks[-1]}, or pick fp8 or int8_sq."
     named = "; ".join(f"{outer} x {inner} in {names}" for (outer, inner), names in bad.items())
     message = (
-        f"the build pads both sides of {quantization.format} layers to multiples of {unit * tensor} "
+        f"the build pads both sides of {' and '.join(grouped)} layers to multiples of {unit * tensor} "
         f"(tensor_parallel_size {tensor} x {unit}), and the checkpoint then has other shapes: {named}."
     )
     yield error("TL12", "quantization.group_size", message, hint)
 
 
 def _fused_layers(case: Case) -> Mapping[str, tuple[int, int]]:
-    """Quantized dense layers as the engine has them: q, k and v are one (KV heads copied when too few)."""
+    """Dense layers in groups as the engine has them: q, k and v are one (KV heads copied when too few)."""
     model, tensor = case.model, case.config.engine.tensor_parallel_size
     layers: dict[str, tuple[int, int]] = {}
     for name, size in model.linears.items():
         parent, _, last = name.rpartition(".")
-        if ".experts." in name or is_excluded(name, case.config.quantization.exclude):
+        if ".experts." in name or layer_format(case.config.quantization, name) not in AWQ:
             continue
         if last in ("q_proj", "k_proj", "v_proj"):
             heads = model.num_attention_heads + 2 * max(model.num_key_value_heads, tensor)
@@ -82,7 +84,7 @@ def _group_misfit(case: Case) -> bool:
     """Whether config/shapes.py already refuses the group size: it does not divide a rank's inputs."""
     engine, group = case.config.engine, case.config.quantization.group_size
     for name, (_, inner) in case.model.linears.items():
-        if is_excluded(name, case.config.quantization.exclude):
+        if layer_format(case.config.quantization, name) not in AWQ:
             continue
         split = engine.tensor_parallel_size if name.rpartition(".")[2] in table().row_parallel.names else 1
         if (inner // split) % group:
