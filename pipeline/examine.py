@@ -45,6 +45,11 @@ class Build:
         """What does not stop the build."""
         return tuple(problem for problem in self.problems if problem.severity == "warning")
 
+    @property
+    def can_be_judged(self) -> bool:
+        """Whether verify will have something to compare with, if the gate asks for a comparison."""
+        return self.made is None or self.config.verify.reference is not None or not self.config.quality.limited
+
     def require_possible(self) -> None:
         """Raise ConfigError with every problem that stops the build."""
         errors = [problem for problem in self.problems if problem.severity == "error"]

@@ -7,20 +7,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline import stages
 from pipeline.config.load import LoadedConfig
-from pipeline.core.artifacts import VerificationReport
+from pipeline.config.schema import QualityConfig
+from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.digest import FileHasher
 from pipeline.core.progress import Progress
 from pipeline.core.runner import StepResult, run
 from pipeline.core.store import Store
-from pipeline.errors import Problem, VerificationError
+from pipeline.errors import ConfigError, MeasurementError, Problem, VerificationError
 from pipeline.examine import Build, examine
 from pipeline.measure.gate import Verdict, judge, refusal
+from pipeline.quantize.proof import read_report, require_proven
+
+Outcome = Literal["pass", "fail", "inconclusive", "unproven", "unjudged"]
+"""A verdict of the gate, or why there is none: a check of verify failed, or nothing was measured to judge by."""
+_SHOWN = 5
+_RECORDED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +46,29 @@ class Rung:
         others = (f"{path}={_text(value)}" for path, value in self.changes.items() if path != "quantization.format")
         return " ".join((self.build.config.quantization.format, *others))
 
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        changes = {path: _text(value) for path, value in self.changes.items()}
+        return {"format": self.build.config.quantization.format, "label": self.label, "changes": changes}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """How a rung came out.
 
-    verdict: None when verification already refused it, for the `reasons` given.
-    checkpoint_bytes: size of the quantized checkpoint on disk.
+    verdict: None when there was nothing to judge; the reasons say why.
+    checkpoint_bytes: size of the quantized weights on disk.
+    report: report.json of its verification.
     results: of the stages that ran, by name.
     """
 
     rung: Rung
-    verdict: Verdict | None
+    outcome: Outcome
+    verdict: Verdict | None = None
+    reasons: tuple[str, ...]
     checkpoint_bytes: int
-    reasons: tuple[str, ...] = ()
-    results: Mapping[str, StepResult] = field(default_factory=dict)
-
-    @property
-    def outcome(self) -> Literal["pass", "fail", "inconclusive", "unproven"]:
-        """The verdict of the gate, or unproven when verification refused the checkpoint."""
-        return "unproven" if self.verdict is None else self.verdict.outcome
+    report: Mapping[str, Any]
+    results: Mapping[str, StepResult]
 
     @property
     def accepted(self) -> bool:
@@ -69,28 +79,33 @@ class Tried:
         """As JSON, the same in every run."""
         measured = {} if self.verdict is None else self.verdict.document()
         return {
-            "format": self.rung.build.config.quantization.format,
-            "label": self.rung.label,
-            "changes": {path: _text(value) for path, value in self.rung.changes.items()},
+            **self.rung.document(),
             "checkpoint_bytes": self.checkpoint_bytes,
             "accepted": self.accepted,
             "verdict": self.outcome,
             "reasons": list(self.reasons),
+            "verification": self.report["summary"] | {"failed_checks": self._failed_checks()},
             **measured,
         }
+
+    def _failed_checks(self) -> list[Mapping[str, Any]]:
+        return [check for check in self.report["checks"] if not check["passed"]][:_RECORDED]
 
 
 def rungs(loaded: LoadedConfig, hasher: FileHasher) -> tuple[Rung, ...]:
     """Examine the config and every step of its fallback before anything runs.
 
     Raises:
-        ConfigError: one of them cannot be built.
+        ConfigError: one of them cannot be built, or none could be judged.
     """
     found = []
     for step in (loaded, *loaded.fallback):
         build = examine(step, hasher)
         build.require_possible()
         found.append(Rung(build=build, changes=loaded.changes(step)))
+    if not any(rung.build.can_be_judged for rung in found):
+        name, problems = loaded.config.name, found[0].build.warnings
+        raise ConfigError(f"the quality gate of '{name}' has nothing to compare with", problems=problems)
     return tuple(found)
 
 
@@ -112,7 +127,7 @@ def choose(
 
     Raises:
         GateFailed: none passes.
-        MeasurementError: none passes, and for at least one the measurement cannot tell.
+        MeasurementError: none passes, and for at least one the measurement cannot tell or there was none.
     """
     rejected: list[Tried] = []
     for tried in climb(ladder, hasher, store, progress):
@@ -120,33 +135,46 @@ def choose(
             return tried, tuple(rejected)
         rejected.append(tried)
     problems = [Problem(where=tried.rung.label, message="; ".join(tried.reasons)) for tried in rejected]
-    undecided = any(tried.outcome == "inconclusive" for tried in rejected)
+    outcomes = {tried.outcome for tried in rejected}
     message = f"none of {len(rejected)} steps passes the quality gate"
-    raise refusal("inconclusive" if undecided else "fail", message, problems)
+    hint = "" if "inconclusive" in outcomes or "unjudged" not in outcomes else "Give what there is to judge by."
+    raise refusal("inconclusive" if outcomes & {"inconclusive", "unjudged"} else "fail", message, problems, hint=hint)
 
 
 def _try(rung: Rung, hasher: FileHasher, store: Store, progress: Progress) -> Tried:
-    plan = stages.steps(rung.build, hasher, store.root)
-    maker = rung.build.maker
-    built = run(plan, store, progress, until=maker)
-    n_bytes = sum(path.stat().st_size for path in _weights(built[maker].artifact.path))
+    # What verify refuses is a finding about this rung, not the end of the ladder.
+    plan = [replace(step, require=lambda _artifact: None) for step in stages.steps(rung.build, hasher, store.root)]
+    results = run(plan, store, progress, until="verify")
+    checkpoint, verification = results[rung.build.maker].artifact, results["verify"].artifact
+    if not isinstance(checkpoint, QuantizedCheckpoint):
+        raise TypeError(f"{rung.build.maker} gave {type(checkpoint).__name__}")
+    report = read_report(verification.path)
+    outcome, verdict, reasons = _judge(verification.path, report, rung.build.config.quality)
+    return Tried(
+        rung=rung,
+        outcome=outcome,
+        verdict=verdict,
+        reasons=reasons,
+        checkpoint_bytes=checkpoint.weight_bytes,
+        report=report,
+        results=results,
+    )
+
+
+def _judge(
+    verification: Path, report: Mapping[str, Any], quality: QualityConfig
+) -> tuple[Outcome, Verdict | None, tuple[str, ...]]:
+    """Say how a verified checkpoint comes out, and the reasons when it does not pass."""
     try:
-        results = run(plan, store, progress, until="verify")
+        require_proven(verification)
+        verdict = judge(report, quality)
     except VerificationError as error:
-        reasons = (error.message, *(str(problem) for problem in error.problems))
-        return Tried(rung=rung, verdict=None, checkpoint_bytes=n_bytes, reasons=reasons, results=built)
-    # Reused a moment after it was built is built, to whoever reads the times.
-    results |= {name: result for name, result in built.items() if not result.hit}
-    verification = results["verify"].artifact
-    if not isinstance(verification, VerificationReport):
-        raise TypeError(f"verify gave {type(verification).__name__}")
-    verdict = judge(stages.read_report(verification), rung.build.config.quality)
-    return Tried(rung=rung, verdict=verdict, checkpoint_bytes=n_bytes, reasons=verdict.reasons(), results=results)
-
-
-def _weights(checkpoint: Path) -> Iterator[Path]:
-    """The weight files of a quantized checkpoint, not its probes and records."""
-    return (path for path in checkpoint.rglob("*.safetensors") if path.parent != checkpoint)
+        shown = tuple(str(problem) for problem in error.problems[:_SHOWN])
+        more = len(error.problems) - len(shown)
+        return "unproven", None, (error.message, *shown, *([f"and {more} more layers"] if more else []))
+    except MeasurementError as error:
+        return "unjudged", None, (f"cannot be judged: {error.message}. {error.hint}",)
+    return verdict.outcome, verdict, verdict.reasons()
 
 
 def _text(value: object) -> str:

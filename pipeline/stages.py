@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -34,6 +35,7 @@ from pipeline.core.artifacts import (
 )
 from pipeline.core.digest import FileHasher, digest_tree
 from pipeline.core.stage import Step, StepContext
+from pipeline.errors import VerificationError
 from pipeline.examine import Build
 from pipeline.host.files import write_atomic
 from pipeline.host.probe import probe, toolchain
@@ -60,7 +62,7 @@ A = TypeVar("A", bound=Artifact)
 
 
 def steps(
-    build: Build, hasher: FileHasher, workspace: Path, rejected: Sequence[Mapping[str, Any]] = ()
+    build: Build, hasher: FileHasher, workspace: Path, choice: Mapping[str, Any] | None = None
 ) -> tuple[Step, ...]:
     """Return the steps of a build in order.
 
@@ -68,9 +70,10 @@ def steps(
         build: from `examine`.
         hasher: for the files that the config names.
         workspace: the store's directory, for what may be kept between builds but is no artifact.
-        rejected: what was tried before this build and did not pass, with numbers; the repository tells it.
+        choice: which step of a ladder this build is and what was rejected before it, with numbers; the
+            repository tells it.
     """
-    gated = build.config.quality.limited or bool(rejected)
+    gated = build.config.quality.limited or choice is not None
     checkpoint: str | SourceCheckpoint = "import"
     ordered = []
     if build.source.needs_import:
@@ -80,7 +83,7 @@ def steps(
     ordered += [
         _quantize(build, checkpoint, hasher) if build.made is None else _convert(build, build.made, checkpoint),
         _verify(build, checkpoint, hasher),
-        *([_gate(build, rejected)] if gated else []),
+        *([_gate(build, choice or {})] if gated else []),
         _compile(build, workspace),
         _emit(build, gated=gated),
     ]
@@ -177,7 +180,14 @@ def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher
         from pipeline.quantize.verify import verify
 
         quantized = _input(ctx, "quantized", QuantizedCheckpoint)
-        verify(_source(ctx), quantized, limits, out=ctx.out, progress=ctx.progress, tasks=quality.tasks)
+        # A refusal is a result too: its report is kept, and `require` says it to whoever would go on.
+        with suppress(VerificationError):
+            verify(_source(ctx), quantized, limits, out=ctx.out, progress=ctx.progress, tasks=quality.tasks)
+
+    def require(verification: Artifact) -> None:
+        from pipeline.quantize.proof import require_proven
+
+        require_proven(verification.path)
 
     return Step(
         name="verify",
@@ -192,38 +202,33 @@ def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher
         inputs={"source": checkpoint, "quantized": build.maker},
         toolchain=toolchain("torch", "transformers"),
         run=run,
+        require=require,
     )
 
 
-def _gate(build: Build, rejected: Sequence[Mapping[str, Any]]) -> Step:
+def _gate(build: Build, choice: Mapping[str, Any]) -> Step:
     """Judge what verify measured by the limits of `quality`; nothing is compiled that does not pass."""
     quality = build.config.quality
+    told: dict[str, Any] = {"format": build.config.quantization.format, "rejected": [], **choice}
 
     def run(ctx: StepContext) -> None:
-        verdict = judge(read_report(_input(ctx, "verification", VerificationReport)), quality)
+        from pipeline.quantize.proof import read_report
+
+        verdict = judge(read_report(_input(ctx, "verification", VerificationReport).path), quality)
         verdict.require_accepted()
-        document = verdict.document() | {"format": build.config.quantization.format, "rejected": list(rejected)}
+        checkpoint = _input(ctx, "quantized", QuantizedCheckpoint)
+        document = verdict.document() | told | {"checkpoint_bytes": checkpoint.weight_bytes}
         write_atomic(ctx.out / "quality.json", (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
 
     return Step(
         name="gate",
-        version=1,
+        version=2,
         output=QualityVerdict,
-        params={
-            "quality": quality.model_dump(mode="json", exclude={"num_tokens", "tasks"}),
-            "format": build.config.quantization.format,
-            "rejected": list(rejected),
-        },
-        inputs={"verification": "verify"},
+        params={"quality": quality.model_dump(mode="json", exclude={"num_tokens", "tasks"}), "choice": told},
+        inputs={"verification": "verify", "quantized": build.maker},
         toolchain={},
         run=run,
     )
-
-
-def read_report(verification: VerificationReport) -> dict[str, Any]:
-    """Return report.json of a verification."""
-    report: dict[str, Any] = json.loads((verification.path / "report.json").read_text("utf-8"))
-    return report
 
 
 def _compile(build: Build, workspace: Path) -> Step:

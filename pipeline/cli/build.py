@@ -161,12 +161,14 @@ def _run(
     wait_without_spinning()
     tried: dict[str, StepResult] = {}
     rejected: list[dict[str, Any]] = []
+    choice = None
     if len(ladder) > 1 and until != "quantize":
         chosen, others = choose(ladder, hasher, store, progress)
         build, rejected = chosen.rung.build, [each.document() for each in others]
+        choice = chosen.rung.document() | {"rejected": rejected}
         tried = {name: result for name, result in chosen.results.items() if not result.hit}
     last = build.maker if until == "quantize" else until
-    results = run(stages.steps(build, hasher, store.root, rejected), store, progress, until=last)
+    results = run(stages.steps(build, hasher, store.root, choice), store, progress, until=last)
     # Reused from the trial of a moment ago is built, to whoever reads the times.
     results |= {name: result for name, result in tried.items() if name in results}
     for name, result in results.items():

@@ -14,7 +14,7 @@ from pipeline.cli.progress import for_this_terminal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FAILED = {"unproven": "fails verify"}
+FAILED = {"unproven": "fails verify", "unjudged": "cannot be judged"}
 SHOWN = ("perplexity_increase", "kl_nats", "top1_agreement")
 
 
@@ -52,7 +52,7 @@ def ladder(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: 
 def _row(step: Mapping[str, Any], chosen: bool) -> Sequence[str]:
     verdict = FAILED.get(step["verdict"], step["verdict"])
     head = ("→" if chosen else "", step["label"], output.size(step["checkpoint_bytes"]))
-    if "measures" not in step:
+    if not step.get("measures"):
         return (*head, "-", "-", "-", "-", verdict)
     measures = {measure["metric"]: measure for measure in step["measures"]}
     increase, kl, agreement = (measures[name] for name in SHOWN)

@@ -80,4 +80,6 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
         yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
     if config.quality.limited and config.verify.reference is None:
         message = "the quality gate compares with the 16-bit model, and the source is quantized already."
-        yield Problem(where="quality", message=message, hint="Set verify.reference to the 16-bit checkpoint.")
+        hint = "Set verify.reference to the 16-bit checkpoint."
+        # Another step of a fallback may name one, so this alone stops nothing: see `Build.can_be_judged`.
+        yield Problem(where="quality", message=message, hint=hint, severity="warning")

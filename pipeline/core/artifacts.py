@@ -51,6 +51,11 @@ class QuantizedCheckpoint(Artifact):
 
     kind = "quantized"
 
+    @property
+    def weight_bytes(self) -> int:
+        """Size on disk of the weights alone, without probes and records."""
+        return sum(path.stat().st_size for path in self.path.glob("*/*.safetensors"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport(Artifact):

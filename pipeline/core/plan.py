@@ -10,8 +10,9 @@ from pipeline.core.digest import JSON, canonical_json
 from pipeline.core.record import Record
 from pipeline.core.stage import Action, Step, check_steps
 from pipeline.core.store import Store
+from pipeline.errors import TrtpipeError
 
-Status = Literal["hit", "miss", "unknown"]
+Status = Literal["hit", "miss", "unknown", "stop"]
 _SHOWN_DIFFERENCES = 4
 _SHOWN_CHARACTERS = 60
 _DIGEST_CHARACTERS = len("sha256:") + 12
@@ -21,10 +22,11 @@ _DIGEST_CHARACTERS = len("sha256:") + 12
 class PlannedStep:
     """The fate of one step.
 
-    status: "hit" (in the store), "miss" (would run) or "unknown" (an input is not built yet, so the key
-        is not known; if its bytes come out as before, this may still be a hit).
+    status: "hit" (in the store), "miss" (would run), "unknown" (an input is not built yet, so the key
+        is not known; if its bytes come out as before, this may still be a hit) or "stop" (in the store, and a
+        run ends with it, so that later steps are "unknown").
     key: digest of the action; None when unknown.
-    digest: digest of the artifact; None unless a hit.
+    digest: digest of the artifact; None unless it is in the store.
     reason: why, for a person; for a miss what differs from the nearest earlier run, old → new.
     """
 
@@ -46,6 +48,9 @@ def plan(steps: Sequence[Step], store: Store) -> tuple[PlannedStep, ...]:
 
 
 def _plan_step(step: Step, planned: Mapping[str, PlannedStep], store: Store) -> PlannedStep:
+    stop = next((name for name, earlier in planned.items() if earlier.status == "stop"), None)
+    if stop is not None:
+        return PlannedStep(step, "unknown", None, None, f"not reached: {stop} stops the run")
     inputs: dict[str, str] = {}
     for role, source in step.inputs.items():
         digest = planned[source].digest if isinstance(source, str) else source.digest
@@ -59,7 +64,12 @@ def _plan_step(step: Step, planned: Mapping[str, PlannedStep], store: Store) -> 
     damage = store.damage(record.digest)
     if damage:
         return PlannedStep(step, "miss", action.key, None, f"built before, but the artifact is unusable: {damage}")
-    return PlannedStep(step, "hit", action.key, record.digest, f"built {record.execution.finished_at}")
+    built = f"built {record.execution.finished_at}"
+    try:
+        step.require(step.output(path=store.path(record.digest), digest=record.digest))
+    except TrtpipeError as error:
+        return PlannedStep(step, "stop", action.key, record.digest, f"{built}: {error.message}")
+    return PlannedStep(step, "hit", action.key, record.digest, built)
 
 
 def _why_missed(action: Action, store: Store) -> str:

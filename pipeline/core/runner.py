@@ -84,6 +84,11 @@ def _run_step(step: Step, results: Mapping[str, StepResult], store: Store, progr
                 record = _build(step, action, inputs, store, progress)
                 peak = record.execution.peak_rss_bytes
     artifact = step.output(path=store.path(record.digest), digest=record.digest)
+    try:
+        step.require(artifact)
+    except TrtpipeError as error:
+        error.message = f"{step.name}: {error.message}"
+        raise
     return StepResult(artifact, peak is None, time.monotonic() - started, peak)
 
 

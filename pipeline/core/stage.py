@@ -47,6 +47,8 @@ class Step:
     run: does the work.
     disk_bytes: an estimate of what the step writes, checked against free space before it starts; not
         part of the key.
+    require: raises when no later step may run on what this one made. Asked each time, built or found: so a
+        finding is kept like any other result, and refuses every run alike.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Step:
     toolchain: Mapping[str, str]
     run: Callable[[StepContext], None]
     disk_bytes: int = 0
+    require: Callable[[Artifact], None] = lambda _artifact: None
 
     def action(self, inputs: Mapping[str, str]) -> Action:
         """Return what this step does once the digests of its inputs (role -> digest) are known."""

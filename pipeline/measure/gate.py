@@ -62,10 +62,10 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Every measure of one checkpoint and what follows from them."""
+    """Every measure of one checkpoint and what follows from them; without scores there is no measure."""
 
-    perplexity: float
-    source_perplexity: float
+    perplexity: float | None
+    source_perplexity: float | None
     blocks: int
     measures: tuple[Measure, ...]
     confidence: float
@@ -129,16 +129,17 @@ def judge(report: Mapping[str, Any], quality: QualityConfig) -> Verdict:
     """Judge a verification report (report.json) by the limits of the config.
 
     Raises:
-        MeasurementError: the report holds no scores.
+        MeasurementError: there is a limit, and the report holds no scores.
     """
-    if not report.get("blocks"):
+    if not report.get("blocks") and quality.limited:
         hint = "A source that is quantized already is scored against verify.reference: name its 16-bit checkpoint."
         raise MeasurementError("the verification report holds no scores to judge", hint=hint)
+    scores, blocks = report["end_to_end"] or {}, report["blocks"] or {}
     return Verdict(
-        perplexity=report["end_to_end"]["perplexity"],
-        source_perplexity=report["end_to_end"]["source_perplexity"],
-        blocks=len(report["blocks"]["tokens"]),
-        measures=(*_of_text(report["blocks"], quality), *_of_tasks(report.get("tasks", ()), quality)),
+        perplexity=scores.get("perplexity"),
+        source_perplexity=scores.get("source_perplexity"),
+        blocks=len(blocks.get("tokens", ())),
+        measures=(*_of_text(blocks, quality), *_of_tasks(report.get("tasks", ()), quality)) if blocks else (),
         confidence=quality.confidence,
         accept_inconclusive=quality.inconclusive == "accept",
         not_measured=tuple(report.get("not_run", ())),

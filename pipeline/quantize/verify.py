@@ -26,7 +26,6 @@ from pipeline.config.rules import UNQUANTIZED
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Progress
-from pipeline.errors import Problem, VerificationError
 from pipeline.quantize.calibration import SHIPPED_HELD, TextEncoder, draw_rows, read_documents
 from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader, model_order, read_json
 from pipeline.quantize.checks import Check, rounded, rule
@@ -36,6 +35,7 @@ from pipeline.quantize.foreign.reader import is_quantized, read_foreign
 from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
 from pipeline.quantize.limits import CLIPPED, Limits, limits_for
 from pipeline.quantize.numerics import Distribution
+from pipeline.quantize.proof import require_proven
 from pipeline.quantize.readers import HuggingFaceReader, read_quantized
 from pipeline.quantize.structure import check_structure
 from pipeline.quantize.tasks import mark_answers, read_task
@@ -63,7 +63,7 @@ def verify(
     both models: what the quality gate makes its intervals of.
 
     Raises:
-        VerificationError: a check failed; lists each failed layer with its cause. The report is written.
+        VerificationError: a check failed (see `require_proven`). The report is written.
         IntegrityError: a file is missing, damaged or of a kind that cannot be read.
         ConfigError: the held text is unusable.
     """
@@ -83,18 +83,8 @@ def verify(
     not_run = _not_run(reader, scored_against=baseline)
     for words in not_run:
         progress.note(f"not run: {words}")
-    failed = [check for check in checks if not check.passed]
-    # What lies in log/ is kept when a stage fails.
-    report = out / "log" / "report.json" if failed else out / "report.json"
-    report.parent.mkdir(exist_ok=True)
-    _write_report(report, reader, checks, scored, not_run)
-    if failed:
-        raise VerificationError(
-            f"the {reader.name} checkpoint does not compute what its source computes: "
-            f"{len(failed)} of {len(checks)} checks failed",
-            problems=_problems(failed),
-            hint="Every value is in report.json beside the log. Exclude the layer, or take a safer format.",
-        )
+    _write_report(out / "report.json", reader, checks, scored, not_run)
+    require_proven(out)
 
 
 def _check_made_here(
@@ -224,25 +214,6 @@ def _check_end_to_end(scored: Distribution, bounds: Limits) -> list[Check]:
         Check(name="model.top1_agreement", value=agreement, limit=bounds.min_top1_agreement, bound="min"),
         Check(name="model.perplexity_increase", value=increase, limit=bounds.max_perplexity_increase),
     ]
-
-
-def _problems(failed: Sequence[Check]) -> list[Problem]:
-    """One problem per layer, in model order: its failed checks and the first cause found."""
-    by_layer: dict[str, list[Check]] = {}
-    for check in failed:
-        by_layer.setdefault(check.layer, []).append(check)
-    problems = []
-    for layer in model_order(set(by_layer)):
-        checks = by_layer[layer]
-        words = [
-            f"{check.name} {rounded(check.value)} (limit {check.limit})" if not check.detail else check.detail
-            for check in checks
-        ]
-        cause = next((check.cause for check in checks if check.cause), "")
-        problems.append(
-            Problem(where=layer or "model", message="; ".join(words) + ".", hint=f"Cause: {cause}." if cause else "")
-        )
-    return problems
 
 
 def _write_report(

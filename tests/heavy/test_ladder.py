@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import foreign
 from tests.support.checkpoints import tiny_llama
 from tests.support.commands import trtpipe, write_config
 
@@ -128,3 +129,45 @@ def test_a_step_that_cannot_be_built_is_refused_before_anything_runs(project: Pa
         outcome = trtpipe(*command, config, cwd=tmp_path, code=3)
         assert "impossible.yaml:3 quantization.format: w4a8_awq" in outcome.stderr
     assert not list((tmp_path / ".trtpipe").rglob("quantization.json"))
+
+
+def test_a_step_that_verify_refuses_is_refused_again_without_measuring(project: Path, tmp_path: Path) -> None:
+    """Its failed checks are recorded; the second build reads them, and the stage itself ends as before."""
+    config = tmp_path / "unproven.yaml"
+    config.write_text(f"extends: {project / 'tiny.yaml'}\nverify: {{max_kl: 1.0e-9}}\nfallback: []\n")
+    store = ("--store", project / ".trtpipe")
+    first, again = (trtpipe("verify", config, *store, cwd=tmp_path, code=7).stderr for _ in range(2))
+    assert "verify: running" in first
+    assert "verify: running" not in again
+    words = [text[text.index("error: verify: the int4_awq checkpoint does not") :] for text in (first, again)]
+    assert words[0] == words[1]
+    assert "model.mean_kl_nats" in words[0]
+    config.write_text(config.read_text().replace("[]", "[{verify: {max_kl: 1.0}, quantization: {format: bf16}}]"))
+    document = trtpipe("build", config, *store, "--json", cwd=tmp_path).document
+    (rejected,) = document["rejected"]
+    assert (rejected["verdict"], rejected["verification"]["failed"]) == ("unproven", 1)
+    assert [check["name"] for check in rejected["verification"]["failed_checks"]] == ["model.mean_kl_nats"]
+    assert rejected["checkpoint_bytes"] < document["quality"]["checkpoint_bytes"]
+    assert document["quality"]["changes"] == {"quantization.format": "bf16", "verify.max_kl": "1.0"}
+
+
+def test_a_step_without_anything_to_judge_by_does_not_end_the_ladder(project: Path, tmp_path: Path) -> None:
+    """A source quantized elsewhere without a reference is named as such; the step that names one is judged."""
+    made = foreign.quantize_checkpoint(
+        project / "checkpoint",
+        tmp_path / "gptq",
+        foreign.GPTQ_CONFIG,
+        lambda name, w: foreign.gptq(name, foreign.round_matrix(w, bits=4, group_size=64, symmetric=True)),
+    )
+    reference = f"verify: {{reference: {project / 'checkpoint'}}}"
+    config = tmp_path / "foreign.yaml"
+    lines = ["name: made", f"source: {{path: {made}}}", "quality: {max_kl: 1.0, num_tokens: 2048}"]
+    lines += ["verify: {min_top1_agreement: 0.1}", "serving: {default_max_tokens: 32}", f"fallback: [{{{reference}}}]"]
+    config.write_text("\n".join(lines) + "\n")
+    document = trtpipe("build", config, "--json", "--until", "gate", cwd=tmp_path).document
+    (rejected,) = document["rejected"]
+    assert rejected["verdict"] == "unjudged"
+    assert rejected["reasons"][0].startswith("cannot be judged: the verification report holds no scores")
+    assert document["quality"]["verdict"] == "pass"
+    config.write_text(config.read_text().replace(reference, "engine: {max_batch_size: 3}"))
+    assert "has nothing to compare with" in trtpipe("build", config, cwd=tmp_path, code=3).stderr

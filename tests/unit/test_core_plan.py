@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from pipeline.core.progress import Silent
 from pipeline.core.runner import run
 from pipeline.core.stage import Action, Step, StepContext
 from pipeline.core.store import Store
+from pipeline.errors import VerificationError
 from tests.support.faults import small_build
 
 pytestmark = pytest.mark.fast
@@ -130,3 +132,16 @@ def test_a_plan_of_the_small_build_follows_the_run(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     run(small_build(), store, Silent(), until="first")
     assert [step.status for step in plan(small_build(), store)] == ["hit", "miss", "unknown"]
+
+
+def test_a_finding_that_stops_a_run_is_planned_as_a_stop(store: Store) -> None:
+    """What was found is said, and that later steps are not reached."""
+
+    def refuse(_artifact: Artifact) -> None:
+        raise VerificationError("SQNR too low")
+
+    first, second = two_steps(dict(FORMAT))
+    planned = plan((replace(first, require=refuse), second), store)
+    assert [step.status for step in planned] == ["stop", "unknown"]
+    assert planned[0].reason.endswith(": SQNR too low")
+    assert planned[1].reason == "not reached: quantize stops the run"

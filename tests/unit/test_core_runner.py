@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,26 @@ def test_a_failure_is_not_cached_and_keeps_its_logs(store: Store) -> None:
     assert len(attempts) == 2
     assert sorted(path.name for path in result.artifact.path.iterdir()) == ["half", "manifest.json", "provenance.json"]
     assert not log.exists()
+
+
+def test_a_finding_that_stops_a_run_is_kept_and_stops_the_next_one_too(store: Store) -> None:
+    """The work is done once; both runs end in the same words, and no later step runs."""
+    runs = []
+
+    def refuse(artifact: Artifact) -> None:
+        raise VerificationError((artifact.path / "file").read_text())
+
+    def work(ctx: StepContext) -> None:
+        runs.append(1)
+        (ctx.out / "file").write_text("SQNR too low")
+
+    finding = replace(step("finding", work), require=refuse)
+    later = step("later", lambda _ctx: runs.append(2), inputs={"in": "finding"})
+    for _ in range(2):
+        with pytest.raises(VerificationError, match=r"^finding: SQNR too low$"):
+            go((finding, later), store)
+    assert runs == [1]
+    assert go((replace(finding, require=lambda _artifact: None),), store)["finding"].hit
 
 
 def test_a_failing_tool_points_to_logs_that_exist(store: Store) -> None:

@@ -107,4 +107,10 @@ def test_the_document_says_what_was_not_measured() -> None:
 def test_a_report_without_scores_cannot_be_judged() -> None:
     """Nothing measured is not a pass."""
     with pytest.raises(MeasurementError, match="no scores"):
-        judge({"blocks": None}, QualityConfig(max_kl=1))
+        judge({"blocks": None, "end_to_end": None}, QualityConfig(max_kl=1))
+
+
+def test_without_a_limit_a_report_without_scores_passes_with_nothing_measured() -> None:
+    """There is nothing to break, and the document claims no figure."""
+    document = judge({"blocks": None, "end_to_end": None}, QualityConfig()).document()
+    assert (document["verdict"], document["measures"], document["perplexity"]) == ("pass", [], None)
