@@ -83,6 +83,17 @@ def step_errors(layer: QuantizedLinear, target: FloatArray) -> FloatArray:
         return np.asarray(np.abs(layer.grid_weight - target) / layer.step())
 
 
+def largest_step_error(layer: QuantizedLinear, distance: FloatArray) -> float:
+    """The largest of `step_errors` for distance = grid_weight - target, which is overwritten."""
+    np.abs(distance, out=distance)
+    step = layer.step()
+    if step.shape[1] == 1:  # dividing by what a row shares keeps the order
+        distance = distance.max(axis=1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distance /= step
+    return float(distance.max())
+
+
 def weight_cause(suspect: Suspect) -> str:
     """Say what is wrong with a layer's weight, its scale or its pre-quant scale."""
     if not np.isfinite(suspect.layer.weight).all():

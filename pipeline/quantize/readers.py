@@ -24,7 +24,7 @@ from pipeline.quantize.checkpoint_reader import (
     sixteen_bit_dtype,
 )
 from pipeline.quantize.reference import INT8, PACKED, LinearFormat, QuantizedLinear
-from pipeline.quantize.tensor_files import FloatArray, TensorFiles, cast
+from pipeline.quantize.tensor_files import FloatArray, FloatRows, TensorFiles, cast
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
 
 
@@ -100,6 +100,10 @@ class HuggingFaceReader:
             raise IntegrityError(f"{self.directory} lacks tensor {name}.")
         values = self.tensors.floats(stored)
         return values if self._rounding is None else self._rounding(name, values)
+
+    def tensor_rows(self, name: str) -> FloatRows:
+        """Map a parameter as it is stored, without `rounding`, to be read a few rows at a time."""
+        return self.tensors.float_rows(self._stored_name(name))
 
     def rounded(self, name: str, values: FloatArray) -> FloatArray:
         """Round to the 16-bit type; this layout stores every parameter as it is."""

@@ -24,9 +24,9 @@ A weight smoothed by p was stored as W / p: the layer computes the source's func
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +59,27 @@ def _e4m3_table() -> FloatArray:
 _E4M3: FloatArray = _e4m3_table()
 
 
+def _pairs(table: FloatArray) -> npt.NDArray[np.uint64]:
+    """A table of 256 values as one of 65536 pairs, low byte first: numpy looks up two codes in the time of one."""
+    both = np.empty((256, 256, 2), np.float32)
+    both[..., 0], both[..., 1] = table, table[:, None]
+    return both.view(np.uint64).reshape(-1)
+
+
+def _look_up(table: FloatArray, pairs: npt.NDArray[np.uint64], codes: npt.NDArray[np.uint8]) -> FloatArray:
+    """Values of uint8 `codes`, float32 of the same shape."""
+    if codes.ndim == 0 or codes.shape[-1] % 2 or not codes.flags.c_contiguous:
+        return np.asarray(np.take(table, codes), np.float32)
+    # Every index is within the table; to say "wrap" spares numpy the look before.
+    return np.take(pairs, codes.view("<u2"), mode="wrap").view(np.float32)
+
+
+_E4M3_PAIRS = _pairs(_E4M3)
+
+
 def decode_e4m3(codes: npt.NDArray[np.uint8]) -> FloatArray:
     """Decode float8 E4M3FN bit patterns to float32."""
-    return np.asarray(np.take(_E4M3, codes), np.float32)
+    return _look_up(_E4M3, _E4M3_PAIRS, codes)
 
 
 def e4m3_spacing(values: FloatArray) -> FloatArray:
@@ -71,6 +89,7 @@ def e4m3_spacing(values: FloatArray) -> FloatArray:
 
 
 _E4M3_SPACING = e4m3_spacing(_E4M3)
+_E4M3_SPACING_PAIRS = _pairs(_E4M3_SPACING)
 
 
 def round_to_e4m3(values: FloatArray) -> FloatArray:
@@ -83,15 +102,37 @@ def round_to_e4m3(values: FloatArray) -> FloatArray:
 def unpack_int4(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
     """Unpack [out / 2, in] bytes to [out, in] integers from -8 to 7; low nibble first, along out."""
     half, columns = packed.shape
-    codes = np.empty((half, 2, columns), np.uint8)
-    codes[:, 0], codes[:, 1] = packed & 15, packed >> 4
-    return ((codes ^ 8).view(np.int8) - np.int8(8)).reshape(2 * half, columns)
+    codes = np.empty((half, 2, columns), np.int8)
+    # Shifting a signed number right repeats its sign.
+    np.right_shift((packed << 4).view(np.int8), 4, out=codes[:, 0])
+    np.right_shift(packed.view(np.int8), 4, out=codes[:, 1])
+    return codes.reshape(2 * half, columns)
 
 
 def pack_int4(codes: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
     """Pack [out, in] integers from -8 to 7 to [out / 2, in] bytes; the inverse of `unpack_int4`."""
     nibbles = codes.view(np.uint8) & 15
     return np.asarray(nibbles[0::2] | (nibbles[1::2] << 4), np.uint8)
+
+
+T = TypeVar("T")
+
+
+class remembered(Generic[T]):  # noqa: N801 - stands where functools.cached_property would
+    """A property that is computed once per object, by any thread.
+
+    functools.cached_property would do but for Python 3.11, where all objects of a class wait for one lock.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> T:  # noqa: ANN401 - a descriptor serves any class
+        """Compute the value; from then on Python finds it in the object itself."""
+        found: T = instance.__dict__.setdefault(self._name, self._compute(instance))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +175,22 @@ class QuantizedLinear:
             return None
         return self.shape[1] // self.scale.shape[1]
 
+    def rows(self, rows: slice) -> QuantizedLinear:
+        """The outputs from `rows.start` to `rows.stop`, both even, as a layer of their own."""
+        outputs = self.shape[0]
+        packed = slice(rows.start // 2, rows.stop // 2) if self.format in PACKED else rows
+
+        def part(values: Array | None) -> Array | None:
+            return values[rows] if values is not None and values.ndim and len(values) == outputs else values
+
+        return replace(
+            self,
+            codes=self.codes[packed],
+            scale=part(self.scale),
+            zero_point=part(self.zero_point),
+            bias=part(self.bias),
+        )
+
     def levels(self) -> FloatArray:
         """The codes as numbers less their zero points, before any scale: float32 [out, in]."""
         match self.format:
@@ -170,13 +227,13 @@ class QuantizedLinear:
             f"weight_scale {list(self.scale.shape)} does not fit a {self.format} weight {list(self.shape)}."
         )
 
-    @cached_property
+    @remembered
     def grid_weight(self) -> FloatArray:
         """Codes times scale, float32 [out, in]: the value that each weight was rounded to; decoded once per object."""
         stored = self.levels() * self.expanded_scale()
         return stored if self.input_order is None else stored[:, np.argsort(self.input_order)]
 
-    @cached_property
+    @remembered
     def weight(self) -> FloatArray:
         """W_hat, float32 [out, in]: what the stored weight means to the kernel, after w4a8_awq's second rounding."""
         if self.second_scale is None:
@@ -190,7 +247,7 @@ class QuantizedLinear:
         Rounding moves a value by half of it at most.
         """
         if self.format == "fp8":
-            return np.take(_E4M3_SPACING, self.codes) * self.expanded_scale()
+            return _look_up(_E4M3_SPACING, _E4M3_SPACING_PAIRS, self.codes) * self.expanded_scale()
         return self.expanded_scale()
 
     def quantized_input(self, x: FloatArray) -> FloatArray:

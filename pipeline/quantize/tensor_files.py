@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ _STORAGE: Mapping[str, npt.DTypeLike] = {
     "BOOL": "?",
 }
 _HEADER_LIMIT = 100_000_000  # the format's own limit
+_READ_AHEAD_BYTES = 1 << 20  # faults fetch smaller tensors in one or two reads anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,28 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: Path
     offset: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FloatRows:
+    """A floating tensor that is widened to float32 a few rows at a time; nothing is read before that.
+
+    Attributes:
+        bits: as stored, mapped: bit patterns (uint16) for BF16.
+        dtype: name in the header: F64, F32, F16 or BF16.
+    """
+
+    bits: npt.NDArray[Any]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.bits.shape
+
+    def rows(self, rows: slice) -> FloatArray:
+        """Rows as float32; exact for F32, F16 and BF16."""
+        return _widen(self.bits[rows], self.dtype)
 
 
 class TensorFiles(Mapping[str, TensorInfo]):
@@ -88,10 +112,14 @@ class TensorFiles(Mapping[str, TensorInfo]):
         return len(self._tensors)
 
     def raw(self, name: str) -> npt.NDArray[Any]:
-        """Map a tensor's stored values: bit patterns (uint16, uint8) for BF16 and F8_E4M3."""
+        """Map a tensor's stored values: bit patterns (uint16, uint8) for BF16 and F8_E4M3.
+
+        The kernel starts to read a large one, so that who maps the next tensor early finds it there later.
+        """
         info = self._tensors[name]
         if 0 in info.shape:
             return np.zeros(info.shape, _STORAGE[info.dtype])
+        _read_ahead(info)
         values = np.memmap(info.file, _STORAGE[info.dtype], "r", info.offset, (math.prod(info.shape),))
         return np.asarray(values).reshape(info.shape)
 
@@ -101,12 +129,34 @@ class TensorFiles(Mapping[str, TensorInfo]):
         Raises:
             BadSafetensors: the tensor holds codes (integers or float8), which have no meaning without a scale.
         """
+        tensor = self.float_rows(name)
+        return _widen(tensor.bits, tensor.dtype)
+
+    def float_rows(self, name: str) -> FloatRows:
+        """Map a floating tensor.
+
+        Raises:
+            BadSafetensors: the tensor holds codes.
+        """
         dtype = self._tensors[name].dtype
-        if dtype == "BF16":
-            return bfloat16_to_float32(self.raw(name))
-        if dtype not in {"F64", "F32", "F16"}:
+        if dtype not in {"F64", "F32", "F16", "BF16"}:
             raise BadSafetensors(f"{self._tensors[name].file}: tensor {name} is {dtype}, a floating type was expected.")
-        return self.raw(name).astype(np.float32)
+        return FloatRows(bits=self.raw(name), dtype=dtype)
+
+
+def _widen(stored: npt.NDArray[Any], dtype: str) -> FloatArray:
+    return bfloat16_to_float32(stored) if dtype == "BF16" else stored.astype(np.float32)
+
+
+def _read_ahead(info: TensorInfo) -> None:
+    n_bytes = math.prod(info.shape) * np.dtype(_STORAGE[info.dtype]).itemsize
+    if n_bytes < _READ_AHEAD_BYTES:
+        return
+    descriptor = os.open(info.file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, info.offset, n_bytes, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(descriptor)
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> FloatArray:

@@ -68,23 +68,28 @@ def verify(
         ConfigError: the held text is unusable.
     """
     reader = read_quantized(quantized.path)
-    bounds = limits_for(reader.format, limits)
-    elsewhere = is_quantized(source.path)
-    if elsewhere:
-        checks = _check_converted(source, quantized, reader, progress)
-    else:
-        checks = _check_made_here(source, quantized, reader, bounds, progress)
-    baseline = limits.reference if elsewhere else source.path
+    checks = static_checks(source, quantized, limits, progress=progress)
+    baseline = limits.reference if is_quantized(source.path) else source.path
     scored = None
     if all(check.passed for check in checks) and baseline is not None:
         scored = _score(baseline, reader, limits, tasks, progress)
-        checks += _check_end_to_end(scored.text, bounds)
+        checks += _check_end_to_end(scored.text, limits_for(reader.format, limits))
         progress.note(_summary(reader, scored.text))
     not_run = _not_run(reader, scored_against=baseline)
     for words in not_run:
         progress.note(f"not run: {words}")
     _write_report(out / "report.json", reader, checks, scored, not_run)
     require_proven(out)
+
+
+def static_checks(
+    source: SourceCheckpoint, quantized: QuantizedCheckpoint, limits: VerifyConfig, *, progress: Progress
+) -> list[Check]:
+    """Everything that needs no text: structure, every tensor, every weight, every layer on its recorded rows."""
+    reader = read_quantized(quantized.path)
+    if is_quantized(source.path):
+        return _check_converted(source, quantized, reader, progress)
+    return _check_made_here(source, quantized, reader, limits_for(reader.format, limits), progress)
 
 
 def _check_made_here(
