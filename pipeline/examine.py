@@ -13,6 +13,7 @@ from pipeline.checkpoints.architecture import Architecture
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
+from pipeline.config.rules import formats_of
 from pipeline.config.schema import BuildConfig
 from pipeline.core.digest import FileHasher
 from pipeline.errors import ConfigError, Problem
@@ -20,6 +21,9 @@ from pipeline.host.probe import HostProfile, probe
 
 if TYPE_CHECKING:
     from pipeline.quantize.foreign.convert import Made
+
+# TensorRT executes these products itself, so it can choose sparse kernels; the others are plugins with dense ones.
+SPARSE_KERNELS = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,7 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
     made, misfits = _made_elsewhere(loaded, source)
     if made is not None:
         loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
+    loaded = replace(loaded, config=with_sparse_kernels(loaded.config))
     config = loaded.config
     architecture = source.architecture()
     host = probe()
@@ -78,6 +83,16 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
         *_preflight(loaded, architecture, host),
     )
     return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
+
+
+def with_sparse_kernels(config: BuildConfig) -> BuildConfig:
+    """Let trtllm-build look for sparse kernels where the weights are sparse and the format has such kernels."""
+    has_kernels = any(form in SPARSE_KERNELS for form in formats_of(config.quantization))
+    takes = config.engine.target == "tensorrt_llm" and has_kernels
+    if config.sparsity.method == "none" or not takes:
+        return config
+    options = config.engine.build.model_copy(update={"weight_sparsity": True})
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"build": options})})
 
 
 def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made | None, Sequence[Problem]]:

@@ -1,8 +1,8 @@
 """The product in one file: every stage of a build, in order, and what each depends on.
 
-    BuildConfig ─ resolve ─▶ SourceCheckpoint ─ quantize ─▶ QuantizedCheckpoint ─ verify ─▶ VerificationReport
-                                                                  │                 gate ─▶ QualityVerdict
-                                                               compile ─▶ Engine ─ emit ─▶ ModelRepository
+    BuildConfig ─ resolve ─▶ SourceCheckpoint ─ sparsify? ─▶ SourceCheckpoint ─ quantize ─▶ QuantizedCheckpoint
+    QuantizedCheckpoint ─ verify ─▶ VerificationReport ─ gate? ─▶ QualityVerdict
+    QuantizedCheckpoint ─ compile ─▶ Engine ─ emit ─▶ ModelRepository
 
 `resolve` finds the checkpoint and refuses what cannot work, before anything heavy starts. Every other
 stage is a `Step`: its params, inputs and tool versions make its key, and the store skips a step whose
@@ -80,9 +80,13 @@ def steps(
         ordered.append(_import(build))
     else:
         checkpoint = SourceCheckpoint(path=build.source.location, digest=build.source.digest)
+    weights = checkpoint
+    if build.config.sparsity.method != "none":
+        ordered.append(_sparsify(build, checkpoint, hasher))
+        weights = "sparsify"
     ordered += [
-        _quantize(build, checkpoint, hasher) if build.made is None else _convert(build, build.made, checkpoint),
-        _verify(build, checkpoint, hasher),
+        _quantize(build, weights, hasher) if build.made is None else _convert(build, build.made, checkpoint),
+        _verify(build, checkpoint, weights, hasher),
         *([_gate(build, choice or {})] if gated else []),
         _compile(build, workspace),
         _emit(build, gated=gated),
@@ -103,6 +107,27 @@ def _import(build: Build) -> Step:
         params=dict(build.source.identity),
         inputs={},
         toolchain=toolchain("gguf", "tokenizers"),
+        run=run,
+    )
+
+
+def _sparsify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
+    """Put two zeros into every four weights."""
+    sparsity, calibration = build.config.sparsity, build.config.calibration
+    text = calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.sparsify import sparsify
+
+        sparsify(_source(ctx), sparsity, calibration, out=ctx.out, progress=ctx.progress)
+
+    return Step(
+        name="sparsify",
+        version=1,
+        output=SourceCheckpoint,
+        params=sparsity.model_dump(mode="json") | {"calibration": text if sparsity.method == "sparsegpt" else None},
+        inputs={"source": checkpoint},
+        toolchain=toolchain("nvidia-modelopt", "torch", "transformers", "tokenizers"),
         run=run,
     )
 
@@ -170,9 +195,15 @@ def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> St
     )
 
 
-def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
-    """Prove with an independent reader that the checkpoint computes what its source computes."""
+def _verify(
+    build: Build, checkpoint: str | SourceCheckpoint, weights: str | SourceCheckpoint, hasher: FileHasher
+) -> Step:
+    """Prove with an independent reader that the checkpoint computes what its source computes.
+
+    Tensors and layers are held to `weights`, which were quantized; text and tasks to the source itself.
+    """
     limits, quality = build.config.verify, build.config.quality
+    changed = {} if weights == checkpoint else {"original": checkpoint}
     if quality.limited:
         limits = limits.model_copy(update={"num_tokens": max(limits.num_tokens, quality.num_tokens)})
 
@@ -182,7 +213,15 @@ def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher
         quantized = _input(ctx, "quantized", QuantizedCheckpoint)
         # A refusal is a result too: its report is kept, and `require` says it to whoever would go on.
         with suppress(VerificationError):
-            verify(_source(ctx), quantized, limits, out=ctx.out, progress=ctx.progress, tasks=quality.tasks)
+            verify(
+                _source(ctx),
+                quantized,
+                limits,
+                out=ctx.out,
+                progress=ctx.progress,
+                tasks=quality.tasks,
+                original=_input(ctx, "original", SourceCheckpoint) if "original" in ctx.inputs else None,
+            )
 
     def require(verification: Artifact) -> None:
         from pipeline.quantize.proof import require_proven
@@ -191,7 +230,7 @@ def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher
 
     return Step(
         name="verify",
-        version=2,
+        version=3,
         output=VerificationReport,
         params=limits.model_dump(mode="json")
         | {
@@ -199,7 +238,7 @@ def _verify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher
             "reference": _reference_identity(limits.reference, hasher),
             "tasks": [[path.name, hasher.digest(path)] for path in quality.tasks],
         },
-        inputs={"source": checkpoint, "quantized": build.maker},
+        inputs={"source": weights, "quantized": build.maker} | changed,
         toolchain=toolchain("torch", "transformers"),
         run=run,
         require=require,

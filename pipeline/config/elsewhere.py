@@ -78,6 +78,9 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
     if config.quantization.kv_cache == "fp8":
         message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
         yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
+    if config.sparsity.method != "none":
+        message = "zeros are put into 16-bit weights, and this source is quantized already."
+        yield Problem(where="sparsity.method", message=message, hint="Name the 16-bit checkpoint it was made from.")
     if config.quality.limited and config.verify.reference is None:
         message = "the quality gate compares with the 16-bit model, and the source is quantized already."
         hint = "Set verify.reference to the 16-bit checkpoint."

@@ -185,6 +185,7 @@ def _facts(config: BuildConfig, form: Format, architecture: ArchitectureFacts | 
         "group_size": quantization.group_size,
         "awq": quantization.awq,
         "dtype": engine.dtype,
+        "sparsity": config.sparsity.method,
         "enable_block_reuse": engine.kv_cache.enable_block_reuse,
         "enable_chunked_context": engine.enable_chunked_context,
         "tensor_parallel_size": engine.tensor_parallel_size,

@@ -239,6 +239,7 @@ def _without_effect(config: BuildConfig) -> Iterator[Finding]:
             f"format {form}",
         ),
         "quantization.exclude": (config.quantization.exclude, forms <= set(UNQUANTIZED), f"format {form}"),
+        "sparsity.exclude": (config.sparsity.exclude, config.sparsity.method == "none", "sparsity.method none"),
         "engine.gpu": (config.engine.gpu, target == "openvino", "target openvino, which runs on the CPU"),
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
         "engine.dynamic_quantization": (

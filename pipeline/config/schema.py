@@ -104,6 +104,56 @@ class CalibrationConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampling.")
 
 
+class SparsityConfig(Section):
+    """Two zeros in every four weights along the input axis, before anything is quantized."""
+
+    method: Literal["none", "magnitude", "sparsegpt"] = Field(
+        default="none",
+        title="sparsity method",
+        description="How the zeros are chosen: magnitude takes the smallest weights; sparsegpt weighs them by the "
+        "inputs that the calibration text gives.",
+    )
+    pattern: Literal["2:4"] = Field(
+        default="2:4", title="sparsity pattern", description="Zeros per neighbouring weights; GPUs execute 2:4 alone."
+    )
+    exclude: tuple[str, ...] = Field(
+        default=("lm_head",), description="Globs of module names that stay dense, for example '*.mlp.down_proj'."
+    )
+
+
+class FinetuneConfig(Section):
+    """Training through the rounding, for when calibration alone is not good enough."""
+
+    method: Literal["none", "qat", "qad"] = Field(
+        default="none",
+        title="training method",
+        description="qad: the 16-bit model teaches, the loss is the KL divergence of the logits; qat: the loss is that "
+        "of the next token of the text.",
+    )
+    dataset: Path | None = Field(
+        default=None,
+        description="Text like calibration.dataset; empty uses the shipped sample. Repeated as often as steps need.",
+    )
+    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(default=2, ge=1, description="Sequences per forward pass.")
+    gradient_accumulation: int = Field(default=1, ge=1, description="Forward passes per step.")
+    max_seq_len: int = Field(default=256, ge=8, description="Tokens per sequence.")
+    learning_rate: float = Field(
+        default=5e-5, gt=0, lt=1, description="Peak of the learning rate, which falls to 0 along a cosine."
+    )
+    warmup_steps: int = Field(default=5, ge=0, description="Steps in which the learning rate rises to its peak.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the order of the text and of lora_rank.")
+    lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Train an addition of this rank to each quantized layer in place of its weight: a fraction of the "
+        "memory, merged afterwards; it wants a learning rate about ten times as high.",
+    )
+    save_every: int | None = Field(
+        default=50, ge=1, description="Steps between the states that an interrupted training goes on from."
+    )
+
+
 class VerifyConfig(Section):
     """Limits of the proof. An empty limit takes the format's own."""
 
@@ -299,6 +349,7 @@ class BuildConfig(Section):
     source: SourceConfig
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    sparsity: SparsityConfig = Field(default_factory=SparsityConfig)
     verify: VerifyConfig = Field(default_factory=VerifyConfig)
     quality: QualityConfig = Field(default_factory=QualityConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

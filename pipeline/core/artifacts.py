@@ -32,6 +32,7 @@ class SourceCheckpoint(Artifact):
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json (chat template inside
     it or in chat_template.jinja), model.safetensors or shards with model.safetensors.index.json.
+    One that a stage made also has sparsity.json (method, pattern, layers), where zeros were put into it.
     """
 
     kind = "source"

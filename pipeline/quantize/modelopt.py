@@ -1,4 +1,4 @@
-"""The only module that imports NVIDIA ModelOpt: quantize, recalibrate, inspect and export a live model.
+"""The only module that imports NVIDIA ModelOpt: sparsify, quantize, recalibrate, inspect and export a live model.
 
 ModelOpt prints, warns, logs (on import as well) and raises bare AssertionErrors. Here its words are kept
 from the terminal, and its known failures are turned into errors that say what to do. ModelOpt's exporters
@@ -10,10 +10,10 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import Problem, ToolError
 
@@ -76,6 +76,26 @@ def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: Fo
         import modelopt.torch.quantization as mtq
 
         mtq.quantize(model, config, forward_loop)
+
+
+def sparsify_in_place(
+    model: nn.Module, method: Literal["magnitude", "sparsegpt"], layers: Iterable[str], forward_loop: ForwardLoop | None
+) -> None:
+    """Set two of every four neighbouring weights of the named linear layers to zero.
+
+    ModelOpt 0.47 leaves the other weights as they are with either method: its SparseGPT chooses zeros by the
+    inverse Hessian and does not keep the update of the remaining weights that the method computes.
+    """
+    import torch
+
+    mode = {"magnitude": "sparse_magnitude", "sparsegpt": "sparsegpt"}[method]
+    # The last matching glob wins: nothing, then each layer by name.
+    rules: dict[str, Any] = {"*": None} | {name: {} for name in layers}
+    with _guarded(f"sparsify ({method})"), torch.no_grad():
+        import modelopt.torch.sparsity as mts
+
+        mts.sparsify(model, [(mode, {"nn.Linear": rules})], {"forward_loop": forward_loop, "verbose": False})
+        mts.export(model)
 
 
 def recalibrate(model: nn.Module, forward_loop: ForwardLoop | None) -> None:

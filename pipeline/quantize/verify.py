@@ -37,6 +37,7 @@ from pipeline.quantize.limits import CLIPPED, Limits, limits_for
 from pipeline.quantize.numerics import Distribution
 from pipeline.quantize.proof import require_proven
 from pipeline.quantize.readers import HuggingFaceReader, read_quantized
+from pipeline.quantize.sparsity import check_sparsity, read_sparsity
 from pipeline.quantize.structure import check_structure
 from pipeline.quantize.tasks import mark_answers, read_task
 from pipeline.quantize.tensor_files import TensorFiles
@@ -56,8 +57,12 @@ def verify(
     out: Path,
     progress: Progress,
     tasks: Sequence[Path] = (),
+    original: SourceCheckpoint | None = None,
 ) -> None:
     """Check `quantized` against `source` and write report.json to `out`.
+
+    Where `source` holds weights that a stage changed, `original` is the 16-bit model that the user has: tensors and
+    layers are held to the former, text and tasks to the latter.
 
     Besides the checks, the report holds sums over blocks of text and each task's answers, right or wrong, of
     both models: what the quality gate makes its intervals of.
@@ -69,16 +74,18 @@ def verify(
     """
     reader = read_quantized(quantized.path)
     checks = static_checks(source, quantized, limits, progress=progress)
-    baseline = limits.reference if is_quantized(source.path) else source.path
+    baseline = limits.reference if is_quantized(source.path) else (original or source).path
     scored = None
     if all(check.passed for check in checks) and baseline is not None:
         scored = _score(baseline, reader, limits, tasks, progress)
         checks += _check_end_to_end(scored.text, limits_for(reader.format, limits))
         progress.note(_summary(reader, scored.text))
+    if original is not None:
+        progress.note("tensors and layers were held to the changed weights, text and tasks to the 16-bit source")
     not_run = _not_run(reader, scored_against=baseline)
     for words in not_run:
         progress.note(f"not run: {words}")
-    _write_report(out / "report.json", reader, checks, scored, not_run)
+    _write_report(out / "report.json", reader, checks, scored, not_run, changed=_changes(source.path))
     require_proven(out)
 
 
@@ -108,7 +115,8 @@ def _check_made_here(
     folded = folded_scales(original, reader)
     checks += check_plain_tensors(original, reader, folded, skip=broken)
     probes = TensorFiles(quantized.path, "probes.safetensors") if reader.format != "float" else None
-    return checks + check_layers(original, reader, probes, bounds, folded, skip=broken, progress=progress)
+    checks += check_layers(original, reader, probes, bounds, folded, skip=broken, progress=progress)
+    return checks + check_sparsity(source.path, reader, skip=broken)
 
 
 def _check_converted(
@@ -227,6 +235,8 @@ def _write_report(
     checks: Sequence[Check],
     scored: _Scores | None,
     not_run: Sequence[str],
+    *,
+    changed: Mapping[str, Any],
 ) -> None:
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -242,10 +252,17 @@ def _write_report(
         "blocks": None if scored is None else _blocks(scored),
         "tasks": [] if scored is None else list(scored.tasks),
         "not_run": list(not_run),
+        "changed_weights": dict(changed),
         "worst_layers": _worst(checks),
         "checks": [check.to_json() for check in checks],
     }
     path.write_text(json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+
+
+def _changes(source: Path) -> Mapping[str, Any]:
+    """What was done to the weights before they were quantized; the end-to-end scores include what it cost."""
+    sparse = read_sparsity(source)
+    return {} if sparse is None else {"sparsity": {key: sparse[key] for key in ("method", "pattern")}}
 
 
 def _blocks(scored: _Scores) -> dict[str, list[float | str]]:

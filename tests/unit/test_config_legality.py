@@ -269,6 +269,30 @@ def test_features_must_divide_evenly_over_the_gpus() -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "form", "expected"),
+    [
+        ({}, "int8_wo", "the speed is that of a dense one"),
+        (LLMAPI, "fp8", "the speed is that of a dense one"),
+        (GPU, "int4_awq", "the kernels of int4_awq are plugins"),
+        (GPU, "fp8", "only where it measures it faster"),
+    ],
+)
+def test_a_sparse_model_is_built_with_a_word_on_what_it_gains(
+    engine: dict[str, object], form: str, expected: str
+) -> None:
+    """Every target computes it; none is promised to be faster."""
+    sections: dict[str, object] = {
+        "engine": engine,
+        "quantization": {"format": form},
+        "sparsity": {"method": "magnitude"},
+    }
+    assert judge(None, **sections) == []
+    said = [problem for problem in warnings(None, **sections) if problem.where == "sparsity.method"]
+    assert len(said) == 1
+    assert expected in said[0].message
+
+
+@pytest.mark.parametrize(
     ("sections", "expected"),
     [
         ({"engine": {"max_seq_len": 9000}}, "engine.max_seq_len: 9000 tokens are more than the model has positions"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.schema import BuildConfig, EngineConfig
+from pipeline.examine import with_sparse_kernels
 from pipeline.targets.tensorrt_llm.choices import choose
 from pipeline.targets.tensorrt_llm.command import build_argv
 from pipeline.targets.tensorrt_llm.facts import QuantFacts
@@ -219,6 +220,20 @@ def test_opt_num_tokens_turns_the_profiles_of_a_preset_off() -> None:
     assert (found["opt_num_tokens"], found["multiple_profiles"]) == ("512", "disable")
 
 
+def test_sparse_kernels_are_looked_for_without_the_plugin_whose_products_are_dense() -> None:
+    """At 16 bit TensorRT must run the products itself; in fp8 it does so anyway."""
+
+    def added(format_: str) -> set[tuple[str, object]]:
+        dense, sparse = (
+            {(choice.what, choice.value) for choice in choose(engine(build=build), quant(format_), LLAMA_8B)}
+            for build in ({}, {"weight_sparsity": True})
+        )
+        return sparse - dense
+
+    assert added("bf16") == {("weight_sparsity", None), ("gemm_plugin", "disable")}
+    assert added("fp8") == {("weight_sparsity", None)}
+
+
 def test_every_choice_has_a_reason() -> None:
     """What a plan shows explains itself."""
     choices = choose(engine(preset="latency"), quant("fp8", "fp8"), LLAMA_8B)
@@ -276,3 +291,18 @@ def test_the_stand_in_refuses_a_flag_of_older_guides(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         standin.parser().parse_args(["--use_inflight_batching"])
     assert "trtllm-build: error: unrecognized arguments: --use_inflight_batching" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("format_", "expected"), [("fp8", True), ("bf16", True), ("int4_awq", False)])
+def test_a_sparse_build_asks_for_sparse_kernels_where_the_format_has_them(format_: str, expected: bool) -> None:
+    """Formats whose products are plugins would not use them."""
+    config = BuildConfig.model_validate(
+        {
+            "name": "a",
+            "source": {"path": "m"},
+            "quantization": {"format": format_},
+            "sparsity": {"method": "magnitude"},
+            "engine": {"target": "tensorrt_llm", "gpu": "H100"},
+        }
+    )
+    assert with_sparse_kernels(config).engine.build.weight_sparsity is expected

@@ -170,6 +170,8 @@ def _products(case: Case) -> Iterator[Choice]:
         gemm, why = "fp8", "preset latency: cuBLASLt's FP8 products pay in small batches."
     elif algo == "FP8":
         gemm, why = OFF, "upstream recommends it off for FP8: TensorRT's own kernels are faster in large batches."
+    elif algo is None and case.engine.build.weight_sparsity:
+        gemm, why = OFF, "the plugin's products are dense (NVIDIA/TensorRT-LLM#1559, NVIDIA/Model-Optimizer#603)."
     elif algo is None:
         gemm, why = "auto", "upstream recommends it on at 16 bit: faster, and less memory."
     else:
