@@ -13,7 +13,7 @@ from pipeline.checkpoints.architecture import Architecture
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
-from pipeline.config.rules import formats_of
+from pipeline.config.rules import formats_of, planned, variants
 from pipeline.config.schema import BuildConfig
 from pipeline.core.digest import FileHasher
 from pipeline.errors import ConfigError, Problem
@@ -115,7 +115,13 @@ def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfi
         return ()
     from pipeline.targets.tensorrt_llm.preflight import preflight
 
-    return preflight(loaded.config, architecture, host, loaded.provenance)
+    return tuple(
+        dict.fromkeys(
+            problem
+            for variant in variants(loaded.config)
+            for problem in preflight(variant, architecture, host, loaded.provenance)
+        )
+    )
 
 
 def deviations(config: BuildConfig) -> list[str]:
@@ -124,14 +130,14 @@ def deviations(config: BuildConfig) -> list[str]:
         return []
     from pipeline.targets.openvino import deviations as of_format
 
-    return of_format(
-        config.quantization.format, config.quantization.kv_cache, dynamic=config.engine.dynamic_quantization
-    )
+    kv_cache, dynamic = config.quantization.kv_cache, config.engine.dynamic_quantization
+    said = (text for form in formats_of(config.quantization) for text in of_format(form, kv_cache, dynamic=dynamic))
+    return list(dict.fromkeys(said))
 
 
 def gpu_plan(build: Build) -> dict[str, Any]:
     """Return the memory budget of one GPU and the exact commands that will run there; empty for the CPU target."""
-    config, engine = build.config, build.config.engine
+    config, engine = planned(build.config), build.config.engine
     if engine.target == "openvino":
         return {}
     from pipeline.targets.tensorrt_llm.budget import budget

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.checkpoints.resolve import resolve
 from pipeline.config.rules import AWQ, UNQUANTIZED, formats_of, has_groups
-from pipeline.config.schema import BuildConfig, SourceConfig
+from pipeline.config.schema import BuildConfig, QuantizationConfig, SourceConfig
 from pipeline.core.artifacts import (
     Artifact,
     Engine,
+    FormatChoice,
     ModelRepository,
     QualityVerdict,
     QuantizedCheckpoint,
+    Sensitivities,
     SourceCheckpoint,
     VerificationReport,
 )
@@ -84,6 +86,8 @@ def steps(
     if build.config.sparsity.method != "none":
         ordered.append(_sparsify(build, checkpoint, hasher))
         weights = "sparsify"
+    if build.config.quantization.format == "auto":
+        ordered += [_score(build, weights, hasher), _choose(build)]
     ordered += [
         _quantize(build, weights, hasher) if build.made is None else _convert(build, build.made, checkpoint),
         _verify(build, checkpoint, weights, hasher),
@@ -132,6 +136,49 @@ def _sparsify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHash
     )
 
 
+def _score(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
+    """Score what each candidate format costs each group of layers; the budget is no part of it."""
+    config = build.config
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.score import score
+
+        score(_source(ctx), config.quantization, config.calibration, out=ctx.out, progress=ctx.progress)
+
+    quantization = _relevant_quantization(config)
+    del quantization["kv_cache"], quantization["auto"]["effective_bits"]
+    return Step(
+        name="score",
+        version=1,
+        output=Sensitivities,
+        params={"quantization": quantization, "calibration": _calibration_identity(config, hasher)},
+        inputs={"source": checkpoint},
+        toolchain=toolchain("nvidia-modelopt", "torch", "transformers", "tokenizers"),
+        run=run,
+    )
+
+
+def _choose(build: Build) -> Step:
+    """Give each layer the format that the budget serves best."""
+    effective_bits = build.config.quantization.auto.effective_bits or 0
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize import choice, sensitivities
+
+        found = choice.Table(sensitivities.read(_input(ctx, "sensitivities", Sensitivities).path))
+        choice.write(ctx.out, found.choose(effective_bits))
+
+    return Step(
+        name="choose",
+        version=1,
+        output=FormatChoice,
+        params={"effective_bits": effective_bits},
+        inputs={"sensitivities": "score"},
+        toolchain=toolchain("numpy"),
+        run=run,
+    )
+
+
 def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
     """Calibrate and quantize with ModelOpt, then export for the target."""
     config = build.config
@@ -142,7 +189,7 @@ def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHash
 
         quantize(
             _source(ctx),
-            config.quantization,
+            _decided(ctx, config),
             config.calibration,
             export=export,
             tensor_parallel_size=config.engine.tensor_parallel_size,
@@ -159,15 +206,24 @@ def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHash
         params={
             "export": export,
             "dtype": _dtype(config),
-            "quantization": _relevant_quantization(config),
+            "quantization": {name: value for name, value in _relevant_quantization(config).items() if name != "auto"},
             "calibration": _calibration_identity(config, hasher),
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "pipeline_parallel_size": config.engine.pipeline_parallel_size,
         },
-        inputs={"source": checkpoint},
+        inputs={"source": checkpoint} | ({"choice": "choose"} if config.quantization.format == "auto" else {}),
         toolchain=toolchain("nvidia-modelopt", "torch", "transformers", "tokenizers"),
         run=run,
     )
+
+
+def _decided(ctx: StepContext, config: BuildConfig) -> QuantizationConfig:
+    """The quantization that the config asks for, with the formats that were chosen where it leaves them open."""
+    from pipeline.quantize import choice
+
+    if config.quantization.format != "auto":
+        return config.quantization
+    return choice.decided(config.quantization, choice.read_formats(_input(ctx, "choice", FormatChoice).path))
 
 
 def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> Step:
@@ -369,6 +425,8 @@ def _compile_llmapi(build: Build) -> Step:
 def _emit(build: Build, *, gated: bool) -> Step:
     """Write the Triton model repository around the engine."""
     config = build.config
+    chosen = config.quantization.format == "auto"
+    reports = ({"quality": "gate"} if gated else {}) | ({"choice": "choose"} if chosen else {})
 
     def run(ctx: StepContext) -> None:
         from pipeline.triton.repository import emit
@@ -376,6 +434,8 @@ def _emit(build: Build, *, gated: bool) -> Step:
         emit(_input(ctx, "engine", Engine).path, config.serving, name=config.name, out=ctx.out)
         if gated:
             shutil.copy(_input(ctx, "quality", QualityVerdict).path / "quality.json", ctx.out / "quality.json")
+        if chosen:
+            shutil.copy(_input(ctx, "choice", FormatChoice).path / "choice.json", ctx.out / "choice.json")
 
     from pipeline.triton.repository import templates
 
@@ -384,7 +444,7 @@ def _emit(build: Build, *, gated: bool) -> Step:
         version=1,
         output=ModelRepository,
         params=config.serving.model_dump(mode="json") | {"name": config.name, "templates": digest_tree(templates())},
-        inputs={"engine": "compile"} | ({"quality": "gate"} if gated else {}),
+        inputs={"engine": "compile"} | reports,
         toolchain=toolchain("tokenizers", "openvino-genai"),
         run=run,
     )
@@ -411,6 +471,8 @@ def _dtype(config: BuildConfig) -> Literal["bfloat16", "float16"]:
 def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
     """Return only what the format reads, so that an unused knob does not requantize."""
     quantization = config.quantization.model_dump(mode="json")
+    if config.quantization.format != "auto":
+        del quantization["auto"]
     if not has_groups(config):
         del quantization["group_size"]
     forms = formats_of(config.quantization)

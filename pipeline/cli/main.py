@@ -38,6 +38,10 @@ COMMANDS = {
         "pipeline.cli.probe:probe",
         "How good a format would be (nf4, int2, ...): rounds, scores, writes nothing.",
     ),
+    "sensitivity": (
+        "pipeline.cli.sensitivity:sensitivity",
+        "Score what each format costs each layer; show what a budget of bits buys.",
+    ),
     "serve": ("pipeline.cli.serve:serve", "Serve a model repository on a real Triton server, on loopback."),
     "generate": ("pipeline.cli.serve:generate", "Send one prompt to a running server and stream the answer."),
     "chat": ("pipeline.cli.serve:chat", "Talk to a running server; the chat template is applied there."),

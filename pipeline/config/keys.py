@@ -31,7 +31,7 @@ class Key:
         section: the model of a nested mapping, None for a value.
         types: the Python types of a value, without None; empty for a section.
         items: the type of the items of a list; a section where each item is a mapping.
-        choices: the allowed values of an enumeration, in schema order.
+        choices: the allowed values of an enumeration, or of each item of a list of them, in schema order.
         nullable: whether `null` (nothing chosen) is a value.
         required: whether a config without it is incomplete.
         default: value when nothing is written; None for a section.
@@ -60,7 +60,7 @@ class Key:
     def expectation(self) -> str:
         """What the key takes, ready to follow "is not": 'a whole number of at least 1'."""
         if self.noun:
-            return f"a {self.noun}"
+            return f"a list of {self.noun}s" if self.types == (tuple,) else f"a {self.noun}"
         kind = {
             bool: "true or false",
             int: "a whole number",
@@ -138,11 +138,13 @@ def _key(path: str, field: FieldInfo) -> Key:
     members = tuple(member for member in members if member is not type(None))
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     kinds = tuple({type(value): None for value in choices}) or tuple(get_origin(member) or member for member in members)
-    items = [get_args(member)[0] for member in members if get_origin(member) is tuple]
+    item = next((get_args(member)[0] for member in members if get_origin(member) is tuple), None)
+    if get_origin(item) is Literal:
+        choices, item = get_args(item), str
     return Key(
         path=path,
         types=kinds,
-        items=items[0] if items else None,
+        items=item,
         choices=choices,
         nullable=nullable,
         required=field.is_required(),

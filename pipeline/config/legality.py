@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from pipeline.config import shapes
-from pipeline.config.rules import formats_of
+from pipeline.config.rules import formats_of, variants
 from pipeline.config.schema import BuildConfig, Format
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts
@@ -154,11 +155,27 @@ def check(
         if host is not None:
             problems += _toolchain(facts, host)
     if architecture is not None:
-        problems += shapes.check(
-            config, architecture, table().row_parallel.names, tuple(row.names for row in table().fused)
-        )
+        problems += _shapes(config, architecture)
+    if config.quantization.format == "auto":
+        problems = [_blaming_candidates(problem) for problem in problems]
     problems = [_placed(problem, provenance) for problem in dict.fromkeys(problems)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def _shapes(config: BuildConfig, architecture: ArchitectureFacts) -> list[Problem]:
+    """Judge sizes; with format auto first what does not depend on the choice, then every candidate for every layer."""
+    fused = tuple(row.names for row in table().fused)
+    problems: list[Problem] = []
+    for variant in dict.fromkeys((config, *variants(config))):
+        problems += shapes.check(variant, architecture, table().row_parallel.names, fused)
+        if any(problem.severity == "error" for problem in problems):
+            break
+    return problems
+
+
+def _blaming_candidates(problem: Problem) -> Problem:
+    """A format that auto may choose is written among its candidates."""
+    return replace(problem, where="quantization.auto.candidates") if problem.where == "quantization.format" else problem
 
 
 def least_sm(target: str, quantization: str, kv_cache: str) -> int | None:

@@ -144,7 +144,7 @@ def init_template(name: str, source: str, format: str, target: str) -> str:  # n
             raise ConfigError(message, hint=hint)
     dtype = "float16" if format == "fp16" else "bfloat16"
     gpu = ["  gpu: H100                   # an engine runs on one GPU model only"] if target != "openvino" else []
-    group_size = {"int4_awq": 64, "w4a8_awq": 128}.get(format, 0)
+    group_size = {"int4_awq": 64, "auto": 64, "w4a8_awq": 128}.get(format, 0)
     group = [f"  group_size: {group_size:<15} # 32, 64 or 128; must divide every layer's input size"]
     lines = [
         f"# trtpipe build {name}.yaml   (every key: trtpipe config schema; effective values: trtpipe config show)",
@@ -156,6 +156,7 @@ def init_template(name: str, source: str, format: str, target: str) -> str:  # n
         "quantization:",
         f"  format: {format:<19} # {', '.join(str(choice) for choice in KEYS['quantization.format'].choices)}",
         *(group if group_size else []),
+        *(_auto_lines(target) if format == "auto" else []),
         "  # kv_cache: int8            # half the KV memory; auto keeps 16 bit",
         "  # exclude: [lm_head, '*.mlp.down_proj']   # modules that stay at 16 bit",
         "",
@@ -177,6 +178,15 @@ def init_template(name: str, source: str, format: str, target: str) -> str:  # n
         "  default_max_tokens: 256     # output length when a request names none",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _auto_lines(target: str) -> list[str]:
+    wide = "int8_wo" if target == "openvino" else "fp8"
+    return [
+        "  auto:",
+        "    effective_bits: 6         # bits per weight on average over the layers that are not excluded",
+        f"    candidates: [int4_awq, {wide}]   # 16 bit always is one",
+    ]
 
 
 def _source_lines(source: str) -> list[str]:

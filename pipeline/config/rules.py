@@ -16,6 +16,17 @@ from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Severity
 
 UNQUANTIZED: tuple[Format, ...] = ("bf16", "fp16")
+# Bits of one weight's code, as ModelOpt counts them: scales are not part of it.
+CODE_BITS: Mapping[Format, int] = {
+    "bf16": 16,
+    "fp16": 16,
+    "fp8": 8,
+    "int8_sq": 8,
+    "int4_awq": 4,
+    "w4a8_awq": 4,
+    "int8_wo": 8,
+    "int4_wo": 4,
+}
 # Formats that search scales by the activations.
 AWQ: tuple[Format, ...] = ("int4_awq", "w4a8_awq")
 _OWN_DTYPE: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
@@ -47,6 +58,7 @@ def check(config: BuildConfig) -> Iterator[Finding]:
     yield from _revision(config)
     yield from _dtype(config)
     yield from _exclude(config)
+    yield from _auto(config)
     yield from _limits(config)
     yield from _parallelism(config)
     yield from _quality(config)
@@ -61,7 +73,10 @@ def covers(globs: Iterable[str], name: str) -> bool:
 
 
 def layer_format(quantization: QuantizationConfig, name: str) -> Format | None:
-    """The format of a linear layer, None for 16 bit: excludes first, then the last override, then the format."""
+    """The format of a linear layer, None for 16 bit: excludes first, then the last override, then the format.
+
+    With format auto, that is auto for the layers that the search decides.
+    """
     if covers(quantization.exclude, name):
         return None
     matching = [override.format for override in quantization.overrides if covers((override.layers,), name)]
@@ -70,9 +85,44 @@ def layer_format(quantization: QuantizationConfig, name: str) -> Format | None:
 
 
 def formats_of(quantization: QuantizationConfig) -> tuple[Format, ...]:
-    """Every format that layers may take, the main one first; a 16-bit one only where it is the only one."""
-    named = dict.fromkeys((quantization.format, *(override.format for override in quantization.overrides)))
+    """Every format that layers may take, the main one first; a 16-bit one only where it is the only one.
+
+    With format auto, its candidates are in its place.
+    """
+    main = quantization.auto.candidates if quantization.format == "auto" else (quantization.format,)
+    named: dict[Format, None] = dict.fromkeys((*main, *(override.format for override in quantization.overrides)))
     return tuple(form for form in named if form not in UNQUANTIZED) or (quantization.format,)
+
+
+def variants(config: BuildConfig) -> tuple[BuildConfig, ...]:
+    """The config; with format auto, one config for each candidate as the format of every layer that is searched.
+
+    What holds for each of them holds for each layer of what the search chooses.
+    """
+    quantization = config.quantization
+    if quantization.format != "auto":
+        return (config,)
+    return tuple(_with_format(config, name) for name in quantization.auto.candidates)
+
+
+def planned(config: BuildConfig) -> BuildConfig:
+    """The config; with format auto, one that takes no less memory than what the search will choose.
+
+    That is the narrowest candidate whose codes have the bits of the budget, or 16 bit.
+    """
+    quantization = config.quantization
+    if quantization.format != "auto":
+        return config
+    enough = [
+        name for name in quantization.auto.candidates if CODE_BITS[name] >= (quantization.auto.effective_bits or 16)
+    ]
+    whole: Format = "bf16" if config.engine.dtype == "bfloat16" else "fp16"
+    return _with_format(config, min(enough, key=CODE_BITS.__getitem__, default=whole))
+
+
+def _with_format(config: BuildConfig, name: Format) -> BuildConfig:
+    quantization = config.quantization.model_copy(update={"format": name})
+    return config.model_copy(update={"quantization": quantization})
 
 
 def is_grouped(form: Format, target: str) -> bool:
@@ -182,6 +232,47 @@ def _exclude(config: BuildConfig) -> Iterator[Finding]:
             message = f"'{override.layers}' names every layer, so quantization.format is of none."
             hint = f"Set quantization.format: {override.format}, and override the layers that differ."
             yield Finding(keys=("quantization.overrides",), message=message, hint=hint)
+
+
+def _auto(config: BuildConfig) -> Iterator[Finding]:
+    """Laws of automatic mixed precision; without it, its section has no effect."""
+    quantization, auto = config.quantization, config.quantization.auto
+    if quantization.format != "auto":
+        for key in (key for key in leaves() if key.path.startswith("quantization.auto.")):
+            if value_at(config, key.path) != key.default:
+                message = f"has no effect with format {quantization.format}."
+                keys = (key.path, "quantization.format")
+                yield Finding(keys=keys, message=message, hint="Remove it, or set format: auto.", severity="warning")
+        return
+    yield from _budget(config)
+    for name in sorted({name for name in auto.candidates if auto.candidates.count(name) > 1 or name in UNQUANTIZED}):
+        message = "16 bit always is a candidate." if name in UNQUANTIZED else f"'{name}' is named twice."
+        yield Finding(keys=("quantization.auto.candidates",), message=message, hint=f"Remove {name}.")
+    wanted, drawn = auto.num_score_samples, config.calibration.num_samples
+    if wanted is not None and wanted > drawn:
+        message = f"{wanted} sequences are more than calibration.num_samples, {drawn}."
+        keys = ("quantization.auto.num_score_samples", "calibration.num_samples")
+        yield Finding(keys=keys, message=message, hint="Lower it, or raise calibration.num_samples.")
+
+
+def _budget(config: BuildConfig) -> Iterator[Finding]:
+    """Whether there is a budget, and candidates that it can pay for."""
+    auto = config.quantization.auto
+    budget, candidates = "quantization.auto.effective_bits", "quantization.auto.candidates"
+    bits = {name: CODE_BITS[name] for name in auto.candidates if name not in UNQUANTIZED}
+    if not bits:
+        fitting = "[int4_awq, int8_wo]" if config.engine.target == "openvino" else "[int4_awq, fp8]"
+        message, hint = "format auto needs formats to choose from.", f"Add candidates, for example {fitting}."
+        yield Finding(keys=(candidates, "quantization.format"), message=message, hint=hint)
+    if auto.effective_bits is None:
+        message, hint = "format auto needs a budget, and none is written.", "Add effective_bits, for example 6."
+        yield Finding(keys=(budget, "quantization.format"), message=message, hint=hint)
+    elif bits and auto.effective_bits < min(bits.values()):
+        narrowest = min(bits, key=bits.__getitem__)
+        least = bits[narrowest]
+        message = f"{auto.effective_bits:g} bits are less than the {least} of {narrowest}, the narrowest candidate."
+        hint = f"Raise it to {least} or more, or add a narrower candidate."
+        yield Finding(keys=(budget, candidates), message=message, hint=hint)
 
 
 def _limits(config: BuildConfig) -> Iterator[Finding]:

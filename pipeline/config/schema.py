@@ -16,7 +16,10 @@ from pydantic import Field
 from pipeline.config.section import Section
 from pipeline.config.trtllm_options import BackendParameters, BuildOptions
 
-Format = Literal["bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
+LayerFormat = Literal["bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
+# What a config may ask for: auto is the format of no layer, but a choice among others for each.
+Format = Literal[LayerFormat, "auto"]
+ScoreMethod = Literal["gradient", "kl_div"]
 KVCacheFormat = Literal["auto", "fp8", "int8"]
 TargetName = Literal["openvino", "tensorrt_llm", "tensorrt_llm_llmapi"]
 ToolchainVersion = Literal["1.2.1", "1.0.0"]
@@ -46,9 +49,38 @@ class LayerOverride(Section):
     """Layers that take another format than the rest."""
 
     layers: str = Field(description="Glob of module names, for example '*.mlp.down_proj'.")
-    format: Format = Field(
+    format: LayerFormat = Field(
         title="format",
         description="Format of these layers; bf16 or fp16, whichever is engine.dtype, keeps them at 16 bit.",
+    )
+
+
+class AutoConfig(Section):
+    """Automatic mixed precision: each layer gets the candidate, or 16 bit, that the budget serves best."""
+
+    effective_bits: float | None = Field(
+        default=None,
+        gt=0,
+        le=16,
+        description="Bits per weight that may be spent on average, over all linear layers that 'exclude' and "
+        "'overrides' do not keep at 16 bit; scales do not count. Required by format auto.",
+    )
+    candidates: tuple[LayerFormat, ...] = Field(
+        default=(),
+        title="format",
+        description="Formats that a layer may get, for example [int4_awq, int8_wo]; 16 bit always is one.",
+    )
+    method: ScoreMethod = Field(
+        default="gradient",
+        title="method",
+        description="How the loss is estimated: gradient (one backward pass over the text) or kl_div (measured; one "
+        "pass over the text for each group of layers and candidate: hundreds of times as long).",
+    )
+    num_score_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences of the calibration text that calibrate and score the candidates; empty is 16, and 2 for "
+        "kl_div.",
     )
 
 
@@ -60,7 +92,7 @@ class QuantizationConfig(Section):
         title="format",
         description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), int8_sq (W8A8 SmoothQuant), "
         "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo (per output) and int4_wo "
-        "(group-wise) round weights and calibrate nothing.",
+        "(group-wise) round weights and calibrate nothing; auto chooses for each layer, see quantization.auto.",
     )
     group_size: Literal[32, 64, 128] = Field(
         default=128,
@@ -90,6 +122,7 @@ class QuantizationConfig(Section):
         description="Layers that take another format, each {layers: glob, format: name}. The last one that matches "
         "decides; an exclude decides before all of them.",
     )
+    auto: AutoConfig = Field(default_factory=AutoConfig)
 
 
 class CalibrationConfig(Section):

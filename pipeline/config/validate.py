@@ -97,7 +97,7 @@ def _wrong(tree: Branch, key: Key, value: object, index: int | None) -> Problem:
         message = f"takes {_one(key)}, not a list."
         return Problem(where=where, message=message)
     hint = words.spelling_hint(key, value)
-    if key.choices:
+    if key.choices and (index is not None or key.types != (tuple,)):
         why, hint = words.value_hint(key, value)
         message = f"{_shown(value)} is refused: {why}." if why else f"{_shown(value)} is not a {key.noun}."
         return Problem(where=where, message=message, hint=hint)

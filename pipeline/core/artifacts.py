@@ -39,6 +39,20 @@ class SourceCheckpoint(Artifact):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sensitivities(Artifact):
+    """sensitivity.json: what each candidate format costs each group of layers, whatever the budget."""
+
+    kind = "sensitivities"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatChoice(Artifact):
+    """choice.json: the format of each layer under a budget, what it spends and loses, and why."""
+
+    kind = "choice"
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizedCheckpoint(Artifact):
     """What ModelOpt made of a source checkpoint.
 

@@ -11,21 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config.rules import formats_of, is_grouped, layer_format
-from pipeline.config.schema import BuildConfig, Format
+from pipeline.config.rules import CODE_BITS, formats_of, has_groups, is_grouped, layer_format
+from pipeline.config.schema import BuildConfig
 
 FLOAT32 = 4
 FLOAT16 = 2
-BITS_PER_WEIGHT: dict[Format, float] = {
-    "bf16": 16,
-    "fp16": 16,
-    "fp8": 8,
-    "int8_sq": 8,
-    "int4_awq": 4,
-    "w4a8_awq": 4,
-    "int8_wo": 8,
-    "int4_wo": 4,
-}
 # Stay 16 bit in a TensorRT-LLM checkpoint: trtllm-build rounds them.
 ROUNDED_BY_BUILD = ("int8_wo", "int4_wo")
 SCALE_BITS = 32
@@ -112,10 +102,13 @@ def _bits_per_weight(config: BuildConfig, name: str) -> float:
     """Bits of one weight of a layer in the checkpoint, with its share of the scales."""
     form = layer_format(config.quantization, name)
     target = config.engine.target
+    if form == "auto":
+        scales = SCALE_BITS / config.quantization.group_size if has_groups(config) else 0
+        return (config.quantization.auto.effective_bits or 8 * FLOAT16) + scales
     if form is None or (target == "tensorrt_llm" and form in ROUNDED_BY_BUILD):
         return 8 * FLOAT16
     grouped = is_grouped(form, target)
-    return BITS_PER_WEIGHT[form] + (SCALE_BITS / config.quantization.group_size if grouped else 0)
+    return CODE_BITS[form] + (SCALE_BITS / config.quantization.group_size if grouped else 0)
 
 
 def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:

@@ -195,6 +195,16 @@ def _is_row_parallel(name: str) -> bool:
     return name.rpartition(".")[2] in ROW_PARALLEL
 
 
+def search_config(quantization: QuantizationConfig, form: Format) -> dict[str, Any]:
+    """Write ModelOpt's config for one candidate of a search, which applies it to one layer at a time."""
+    weights, activations = _attributes(form, quantization)
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    entries.append({"quantizer_name": "*weight_quantizer", "cfg": weights})
+    if activations:
+        entries.append({"quantizer_name": "*input_quantizer", "cfg": activations})
+    return {"quant_cfg": entries, "algorithm": _algorithm(form, quantization)}
+
+
 Attributes = dict[str, Any]
 Algorithm = str | dict[str, Any]
 

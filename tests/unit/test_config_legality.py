@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -13,7 +14,7 @@ from pipeline.config import legality
 from pipeline.config.keys import KEYS
 from pipeline.config.legality import check, gpus, table
 from pipeline.config.load import load
-from pipeline.config.schema import BuildConfig
+from pipeline.config.schema import BuildConfig, LayerFormat
 from pipeline.errors import Problem
 from tests.support.architectures import LLAMA_8B, Facts, llama_linears
 
@@ -90,7 +91,7 @@ def test_every_gpu_of_the_schema_has_facts_with_a_source() -> None:
 def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> None:
     """24 on the CPU and 120 per GPU target: each is allowed by a row, or refused by one with its own reason."""
     verdicts: dict[tuple[object, ...], bool] = {}
-    formats, caches = KEYS["quantization.format"].choices, KEYS["quantization.kv_cache"].choices
+    formats, caches = get_args(LayerFormat), KEYS["quantization.kv_cache"].choices
     places: list[dict[str, object]] = [{"target": "openvino"}]
     targets = ("tensorrt_llm", "tensorrt_llm_llmapi")
     places += [{"target": target, "gpu": name} for target in targets for name in gpus()]

@@ -28,8 +28,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="$~\0
 
 def values(key: Key) -> st.SearchStrategy[object]:
     """Any value that a key takes and no law forbids."""
-    if key.choices:
-        known: st.SearchStrategy[object] = st.sampled_from(key.choices)
+    if key.choices and key.types == (tuple,):
+        known: st.SearchStrategy[object] = st.lists(st.sampled_from(key.choices), max_size=3)
+    elif key.choices:
+        known = st.sampled_from(key.choices)
     elif key.types == (bool,):
         known = st.booleans()
     elif key.types == (int,):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from pipeline.config import legality
-from pipeline.config.keys import KEYS
+from pipeline.config.schema import LayerFormat
 from pipeline.errors import ConfigError
 from pipeline.targets.tensorrt_llm import toolchains
 from pipeline.targets.tensorrt_llm.matrix import HEADER, TARGETS, Filters, Row, architectures, rows
@@ -143,7 +145,7 @@ def test_matrix_covers_every_combination_once() -> None:
     """Unfiltered it is the product of its axes, without gaps or repeats."""
     found = rows()
     generations = {gpu.sm for gpu in legality.gpus().values()}
-    formats = KEYS["quantization.format"].choices
+    formats = get_args(LayerFormat)
     expected = len(architectures()) * len(TARGETS) * len(toolchains.table().default) * len(generations) * len(formats)
     keys = {(row.architecture, row.target, row.tensorrt_llm, row.sm, row.format) for row in found}
     assert len(keys) == len(found) == expected > 3000
@@ -187,4 +189,4 @@ def test_tables_of_architectures_agree() -> None:
     listed = {name for family in table.families for name in family.architectures}
     assert [name for name in listed if table.model_class(name) is None and name not in table.unsettled] == []
     assert not table.llm_api_only & {name for names in table.classes.values() for name in names}
-    assert set(table.columns) == set(KEYS["quantization.format"].choices) - {"bf16", "fp16"}
+    assert set(table.columns) == set(get_args(LayerFormat)) - {"bf16", "fp16"}

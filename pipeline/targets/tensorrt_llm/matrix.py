@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from pipeline.config import legality, words
 from pipeline.config.keys import KEYS
-from pipeline.config.schema import BuildConfig
+from pipeline.config.schema import BuildConfig, LayerFormat
 from pipeline.errors import ConfigError, Problem
 from pipeline.targets.tensorrt_llm import toolchains
 from pipeline.targets.tensorrt_llm.models import models
@@ -153,7 +153,7 @@ def rows(filters: Filters = Filters()) -> list[Row]:
 
 def _rows(filters: Filters) -> Iterator[Row]:
     targets = _chosen("target", filters.targets, TARGETS)
-    formats = _chosen("format", filters.formats, _choices("quantization.format"))
+    formats = _chosen("format", filters.formats, get_args(LayerFormat))
     generations = _generations(_chosen("GPU", filters.gpus, tuple(legality.gpus())))
     images = [row for row in _images(filters.toolchains) if _starts(row, filters.driver)]
     for architecture in _architectures(filters.architectures):
