@@ -223,7 +223,8 @@ def _decided(ctx: StepContext, config: BuildConfig) -> QuantizationConfig:
 
     if config.quantization.format != "auto":
         return config.quantization
-    return choice.decided(config.quantization, choice.read_formats(_input(ctx, "choice", FormatChoice).path))
+    formats = choice.read_formats(_input(ctx, "choice", FormatChoice).path)
+    return choice.decided(config.quantization, formats, "bf16" if config.engine.dtype == "bfloat16" else "fp16")
 
 
 def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> Step:

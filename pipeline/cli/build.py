@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -231,6 +232,7 @@ def _report(
                 "format": build.config.quantization.format,
                 "verification": _verification(results),
                 "quality": _quality(results),
+                "choice": _choice(results),
                 "rejected": list(rejected),
                 "repository": None if repository is None else str(repository),
             }
@@ -251,6 +253,11 @@ def _report(
     verification = _verification(results)
     if verification:
         click.echo("\n" + output.table(("verified", "value"), list(verification.items())))
+    choice = _choice(results)
+    if choice:
+        groups = ", ".join(f"{name} {count}" for name, count in choice["groups"].items())
+        bits = f"{choice['effective_bits']:.3f} of {choice['asked_effective_bits']:g} effective bits"
+        click.echo(f"\nformats:    {bits}; groups of layers: {groups} (why: trtpipe sensitivity)")
     for step in rejected:
         click.echo(f"\nrejected:   {step['label']} ({step['verdict']}): {'; '.join(step['reasons'])}")
     quality = _quality(results)
@@ -291,6 +298,16 @@ def _verification(results: dict[str, StepResult]) -> dict[str, Any]:
         return {}
     report = json.loads((results["verify"].artifact.path / "report.json").read_text())
     return {**report["summary"], **(report["end_to_end"] or {})}
+
+
+def _choice(results: dict[str, StepResult]) -> dict[str, Any]:
+    """What a budget of bits bought; empty where the config names the formats."""
+    if "choose" not in results:
+        return {}
+    document = json.loads((results["choose"].artifact.path / "choice.json").read_text())
+    groups = Counter(group["format"] for group in document["groups"])
+    told = ("asked_effective_bits", "effective_bits", "bits_per_parameter", "estimated_loss_nats")
+    return {name: document[name] for name in told} | {"groups": dict(sorted(groups.items()))}
 
 
 def _quality(results: dict[str, StepResult]) -> dict[str, Any]:

@@ -117,12 +117,28 @@ def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:
     return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * element
 
 
+def _scoring(model: Shapes, config: BuildConfig) -> Need:
+    """Memory of `score`: one float32 copy, what the head makes of a batch, and one decoder layer's outputs.
+
+    The head gives logits, their logarithms and, for gradients, both once more. A layer keeps its outputs and what
+    each candidate changes in them; the other layers are computed again when the gradient gets there.
+    """
+    linear, tables = parameters(model)
+    tokens = config.calibration.batch_size * config.calibration.max_seq_len
+    head = tokens * model.vocab_size * 4
+    outputs = sum(rows for name, (rows, _columns) in model.linears.items() if "lm_head" not in name)
+    layer = tokens * outputs // max(1, model.num_hidden_layers) * (2 + len(config.quantization.auto.candidates))
+    n_bytes = (linear + tables + head + layer) * FLOAT32 + RUNTIME_BYTES
+    why = f"float32 copy, logits and one layer for {config.calibration.batch_size} sequences (calibration.batch_size)"
+    return Need(what="score memory", n_bytes=n_bytes, why=why)
+
+
 def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
     """Return what building takes, and on the CPU what serving takes; a GPU has its own budget."""
     linear, tables = parameters(model)
     source = (linear + tables) * FLOAT32
     checkpoint = checkpoint_bytes(model, config)
-    build = (
+    build: tuple[Need, ...] = (
         Need(what="build memory", n_bytes=2 * source + RUNTIME_BYTES, why="float32 copies for calibration and proof"),
         Need(
             what="build disk",
@@ -130,6 +146,8 @@ def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
             why="source copy, checkpoint, engine",
         ),
     )
+    if config.quantization.format == "auto":
+        build = (*build, _scoring(model, config))
     if config.engine.target != "openvino":
         return build
     engine = config.engine

@@ -215,11 +215,17 @@ def read_formats(directory: Path) -> dict[str, Format]:
     return {layer["name"]: layer["format"] for layer in document["formats"]}
 
 
-def decided(quantization: QuantizationConfig, formats: Mapping[str, Format]) -> QuantizationConfig:
-    """Return the config that names for each layer what was chosen, as if its user had written it."""
+def decided(quantization: QuantizationConfig, formats: Mapping[str, Format], whole: Format) -> QuantizationConfig:
+    """Return the config that names for each layer what was chosen, as if its user had written it.
+
+    Args:
+        quantization: a config of format auto.
+        formats: layer -> format of those that are quantized.
+        whole: the 16-bit format of all others.
+    """
     overrides = [{"layers": name, "format": form} for name, form in formats.items()]
     return QuantizationConfig.model_validate(
-        quantization.model_dump() | {"format": "bf16", "auto": {}, "overrides": overrides}
+        quantization.model_dump() | {"format": whole, "auto": {}, "overrides": overrides}
     )
 
 

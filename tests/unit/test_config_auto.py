@@ -11,7 +11,7 @@ from pipeline.config.load import load
 from pipeline.config.rules import formats_of, planned, variants
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import ConfigError
-from pipeline.planner.needs import checkpoint_bytes
+from pipeline.planner.needs import checkpoint_bytes, needs, parameters
 from tests.support.architectures import LLAMA_8B
 
 pytestmark = pytest.mark.fast
@@ -126,3 +126,18 @@ def test_plans_count_the_budget_and_never_too_little() -> None:
     assert planned(config({"candidates": ["int4_awq"]})).quantization.format == "bf16"
     narrow, wide = (checkpoint_bytes(LLAMA_8B, each) for each in variants(searched))
     assert narrow < checkpoint_bytes(LLAMA_8B, searched) < wide
+
+
+def test_plans_say_what_scoring_takes() -> None:
+    """One float32 copy of the model, and logits by the batch."""
+    small, large = (
+        next(need for need in needs(LLAMA_8B, with_batch(size)) if need.what == "score memory") for size in (1, 4)
+    )
+    tables = 4 * 3 * 512 * LLAMA_8B.vocab_size * 4
+    assert large.n_bytes - small.n_bytes > tables
+    assert small.n_bytes > 4 * sum(parameters(LLAMA_8B))
+
+
+def with_batch(size: int) -> BuildConfig:
+    """A config of format auto whose calibration feeds so many sequences at once."""
+    return config({"candidates": ["int4_awq", "int8_wo"]}, calibration={"batch_size": size}, engine=H100)
