@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import click
 
+from pipeline.cli import output
 from pipeline.core.progress import Advance, Progress
 
 PLAIN_INTERVAL_S = 10.0
@@ -33,7 +34,9 @@ class PlainProgress:
             now = time.monotonic()
             if now - last >= PLAIN_INTERVAL_S:
                 last = now
-                click.echo(f"  {label}: {done}/{total} {unit}".rstrip(), err=True)
+                left = (now - started) / done * (total - done) if done else 0
+                text = f"  {label}: {done}/{total} {unit}".rstrip()
+                click.echo(f"{text}, about {output.seconds(max(0.0, left))} left", err=True)
 
         yield advance
         click.echo(f"  {label}: {done} {unit}".rstrip() + f" in {time.monotonic() - started:.1f} s", err=True)
