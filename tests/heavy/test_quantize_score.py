@@ -13,11 +13,12 @@ from pipeline.core.progress import Silent
 from pipeline.errors import ConfigError
 from pipeline.quantize import score as scoring
 from pipeline.quantize import sensitivities
-from pipeline.quantize.choice import Table
+from pipeline.quantize.choice import Table, options
 from tests.support.checkpoints import tiny_llama
 
 pytestmark = pytest.mark.heavy
 
+METHODS = ("gradient", "kl_div")
 CALIBRATION = CalibrationConfig(num_samples=8, max_seq_len=64, batch_size=2)
 
 
@@ -39,22 +40,28 @@ def scored(source: SourceCheckpoint, out: Path, group_size: Any = 64, **auto: An
     return sensitivities.read(out)
 
 
-@pytest.mark.parametrize("method", ["gradient", "kl_div"])
+@pytest.fixture(scope="module")
+def results(source: SourceCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One run of each method."""
+    directory = tmp_path_factory.mktemp("scores")
+    for method in METHODS:
+        scored(source, directory / method, method=method, effective_bits=5)
+    return {method: directory / method for method in METHODS}
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_scores_are_the_same_bytes_in_every_run_and_for_every_budget(
-    source: SourceCheckpoint, tmp_path: Path, method: str
+    source: SourceCheckpoint, results: dict[str, Path], tmp_path: Path, method: str
 ) -> None:
-    """Two runs that differ only in the budget."""
-    scored(source, tmp_path / "first", method=method, effective_bits=5)
+    """A second run that differs only in the budget."""
     scored(source, tmp_path / "second", method=method, effective_bits=12)
-    first, second = ((tmp_path / name / sensitivities.FILE).read_bytes() for name in ("first", "second"))
-    assert first == second
+    first, second = (path / sensitivities.FILE for path in (results[method], tmp_path / "second"))
+    assert first.read_bytes() == second.read_bytes()
 
 
-def test_only_what_the_search_decides_is_scored_in_groups_that_engines_fuse(
-    source: SourceCheckpoint, tmp_path: Path
-) -> None:
+def test_only_what_the_search_decides_is_scored_in_groups_that_engines_fuse(results: dict[str, Path]) -> None:
     """Neither the excluded head nor the overridden layer; q, k and v are one, gate and up are one."""
-    found = scored(source, tmp_path / "out")
+    found = sensitivities.read(results["gradient"])
     assert [group.name for group in found.groups] == [
         "model.layers.0.self_attn.q_proj+k_proj+v_proj",
         "model.layers.0.self_attn.o_proj",
@@ -74,23 +81,42 @@ def test_only_what_the_search_decides_is_scored_in_groups_that_engines_fuse(
     assert lowest.formats["model.layers.1.mlp.down_proj"] == "fp8"
 
 
-def test_the_gradient_estimates_what_kl_div_measures(source: SourceCheckpoint, tmp_path: Path) -> None:
+def test_the_gradient_estimates_what_kl_div_measures(results: dict[str, Path]) -> None:
     """Both in nats per token: within a factor of four for every layer and candidate."""
-    estimated = scored(source, tmp_path / "gradient")
-    measured = scored(source, tmp_path / "kl_div", method="kl_div")
+    estimated, measured = (sensitivities.read(results[method]) for method in METHODS)
     for one, other in zip(estimated.groups, measured.groups, strict=True):
-        for name in ("int4_awq", "int8_wo"):
-            assert other.scores[name] / 4 < one.scores[name] < other.scores[name] * 4, one.name  # type: ignore[index]
+        for name, score in one.scores.items():
+            assert other.scores[name] / 4 < score < other.scores[name] * 4, one.name
 
 
 def test_outputs_taken_from_before_change_no_score(
-    source: SourceCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: SourceCheckpoint, results: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kl_div with and without computing again the layers in front of the changed one."""
-    skipping = scored(source, tmp_path / "skipping", method="kl_div")
     monkeypatch.setattr(scoring._Measured, "decoder", [])
     whole = scored(source, tmp_path / "whole", method="kl_div")
-    assert skipping == whole
+    assert whole == sensitivities.read(results["kl_div"])
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7.5])
+def test_modelopts_own_solver_finds_nothing_better(results: dict[str, Path], bits: float) -> None:
+    """Its linear program on the same scores, scaled so that its tolerance does not matter."""
+    from modelopt.torch.opt.searcher import LPS
+
+    known = sensitivities.read(results["gradient"])
+    choice = Table(known).choose(bits)
+    rows = [options(group) for group in known.groups]
+    room = bits * (sum(group.weights for group in known.groups) + 256 * 128) - 8 * 256 * 128
+    solver = LPS(
+        name="budget",
+        constraints={"bits": room},
+        constraints_to_candidate_costs={"bits": [[float(option.bits) for option in row] for row in rows]},
+        candidate_scores=[[1e6 * option.score for option in row] for row in rows],
+    )
+    selected, status = solver()
+    assert status == "Optimal"
+    theirs = sum(row[number].score for row, number in zip(rows, selected, strict=True))
+    assert choice.loss == pytest.approx(theirs, rel=1e-6)
 
 
 def test_a_group_size_that_fits_no_layer_is_refused_before_anything_is_loaded(
