@@ -72,6 +72,7 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
     if made is not None:
         loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
     loaded = replace(loaded, config=with_sparse_kernels(loaded.config))
+    layout = made.layout if made is not None and made.passed_on else None
     config = loaded.config
     architecture = source.architecture()
     host = probe()
@@ -79,7 +80,7 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
         *loaded.warnings,
         *source.problems,
         *misfits,
-        *legality.check(config, architecture, host, loaded.provenance),
+        *legality.check(config, architecture, host, loaded.provenance, layout=layout),
         *_preflight(loaded, architecture, host),
     )
     return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
@@ -104,14 +105,16 @@ def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made 
         hint = "Remove it: the source is the reference."
         return None, [Problem(where="verify.reference", message=message, hint=hint)]
     from pipeline.quantize.foreign.convert import identify
+    from pipeline.quantize.foreign.passing import recognise
 
-    made = identify(source.location)
+    target = loaded.config.engine.target
+    made = identify(source.location) if target == "openvino" else recognise(source.location)
     return made, tuple(elsewhere.check(loaded.config, made, loaded.provenance))
 
 
 def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfile) -> Sequence[Problem]:
     """Everything that would only fail on the GPU node, after hours."""
-    if loaded.config.engine.target == "openvino":
+    if loaded.config.engine.target in ("openvino", "vllm"):
         return ()
     from pipeline.targets.tensorrt_llm.preflight import preflight
 
@@ -125,7 +128,11 @@ def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfi
 
 
 def deviations(config: BuildConfig) -> list[str]:
-    """Say in words where the CPU engine computes something else than the GPU would."""
+    """Say in words where an engine computes something else than was proven, or than another target would."""
+    if config.engine.target == "vllm":
+        from pipeline.targets.vllm.compile import deviations as of_vllm
+
+        return of_vllm(config.quantization.format, config.engine.dtype, kv_cache=config.quantization.kv_cache)
     if config.engine.target != "openvino":
         return []
     from pipeline.targets.openvino import deviations as of_format
@@ -138,7 +145,7 @@ def deviations(config: BuildConfig) -> list[str]:
 def gpu_plan(build: Build) -> dict[str, Any]:
     """Return the memory budget of one GPU and the exact commands that will run there; empty for the CPU target."""
     config, engine = planned(build.config), build.config.engine
-    if engine.target == "openvino":
+    if engine.target in ("openvino", "vllm"):
         return {}
     from pipeline.targets.tensorrt_llm.budget import budget
 

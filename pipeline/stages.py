@@ -4,6 +4,8 @@
     QuantizedCheckpoint ─ verify ─▶ VerificationReport ─ gate? ─▶ QualityVerdict
     QuantizedCheckpoint ─ compile ─▶ Engine ─ emit ─▶ ModelRepository
 
+For the target vllm, `repack` writes weight-only formats in the layout that vLLM reads before `compile` takes them.
+
 `resolve` finds the checkpoint and refuses what cannot work, before anything heavy starts. Every other
 stage is a `Step`: its params, inputs and tool versions make its key, and the store skips a step whose
 key it has seen. So a rebuild that changes nothing is instant, a change of `serving` only emits again,
@@ -42,6 +44,7 @@ from pipeline.examine import Build
 from pipeline.host.files import write_atomic
 from pipeline.host.probe import probe, toolchain
 from pipeline.measure.gate import judge
+from pipeline.targets.vllm.compile import VERSION
 
 if TYPE_CHECKING:
     from pipeline.quantize.foreign.convert import Made
@@ -56,6 +59,17 @@ OPENVINO_READS = {
     "enable_chunked_context",
     "num_threads",
     "dynamic_quantization",
+}
+VLLM_READS = {
+    "target",
+    "gpu",
+    "dtype",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_batch_size",
+    "max_num_tokens",
+    "max_seq_len",
+    "enable_chunked_context",
 }
 OPENVINO_READS_OF_KV_CACHE = {"size_gib", "enable_block_reuse"}
 EXECUTION_ONLY = {"workers", "log_level", "input_timing_cache", "output_timing_cache"}
@@ -92,6 +106,7 @@ def steps(
         _quantize(build, weights, hasher) if build.made is None else _convert(build, build.made, checkpoint),
         _verify(build, checkpoint, weights, hasher),
         *([_gate(build, choice or {})] if gated else []),
+        *([_repack(build)] if _is_repacked(build) else []),
         _compile(build, workspace),
         _emit(build, gated=gated),
     ]
@@ -228,13 +243,17 @@ def _decided(ctx: StepContext, config: BuildConfig) -> QuantizationConfig:
 
 
 def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> Step:
-    """Copy codes and scales that another tool made into the target's layout."""
+    """Copy codes and scales that another tool made into the target's layout, or the files where it reads theirs."""
     kv_cache = build.config.quantization.kv_cache
 
     def run(ctx: StepContext) -> None:
         from pipeline.quantize.foreign.convert import convert
+        from pipeline.quantize.foreign.passing import pass_on
 
-        convert(_source(ctx), made, kv_cache=kv_cache, out=ctx.out, progress=ctx.progress)
+        if made.passed_on:
+            pass_on(_source(ctx), made, out=ctx.out, progress=ctx.progress)
+        else:
+            convert(_source(ctx), made, kv_cache=kv_cache, out=ctx.out, progress=ctx.progress)
 
     return Step(
         name="convert",
@@ -245,7 +264,8 @@ def _convert(build: Build, made: Made, checkpoint: str | SourceCheckpoint) -> St
             "group_size": made.group_size,
             "dtype": made.dtype,
             "kv_cache": kv_cache,
-        },
+        }
+        | ({"layout": made.layout, "passed_on": True} if made.passed_on else {}),
         inputs={"source": checkpoint},
         toolchain=toolchain("torch"),
         run=run,
@@ -327,6 +347,33 @@ def _gate(build: Build, choice: Mapping[str, Any]) -> Step:
     )
 
 
+def _is_repacked(build: Build) -> bool:
+    """Whether the target reads the format in another layout than the one that is quantized and verified."""
+    from pipeline.quantize.repack import REPACKED
+
+    config = build.config
+    return config.engine.target == "vllm" and build.made is None and config.quantization.format in REPACKED
+
+
+def _repack(build: Build) -> Step:
+    """Write the verified codes and scales in the layout that vLLM reads, and decode them again."""
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.repack import repack
+
+        repack(_input(ctx, "quantized", QuantizedCheckpoint), out=ctx.out, progress=ctx.progress)
+
+    return Step(
+        name="repack",
+        version=1,
+        output=QuantizedCheckpoint,
+        params={"layout": "compressed-tensors"},
+        inputs={"quantized": build.maker},
+        toolchain=toolchain("torch"),
+        run=run,
+    )
+
+
 def _compile(build: Build, workspace: Path) -> Step:
     """Compile the checkpoint for the target machine, or prepare the compile for the node that has the GPU."""
     match build.config.engine.target:
@@ -336,6 +383,8 @@ def _compile(build: Build, workspace: Path) -> Step:
             return _compile_tensorrt_llm(build, workspace)
         case "tensorrt_llm_llmapi":
             return _compile_llmapi(build)
+        case "vllm":
+            return _compile_vllm(build)
 
 
 def _compile_openvino(build: Build) -> Step:
@@ -419,6 +468,33 @@ def _compile_llmapi(build: Build) -> Step:
         params=engine.model_dump(mode="json", exclude={"build": True, "num_threads": True}),
         inputs={"quantized": build.maker},
         toolchain={"tensorrt-llm": engine.toolchain},
+        run=run,
+    )
+
+
+def _compile_vllm(build: Build) -> Step:
+    """No engine: vLLM loads the checkpoint itself."""
+    engine = build.config.engine
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.targets.vllm.compile import compile_engine
+
+        compile_engine(
+            _input(ctx, "quantized", QuantizedCheckpoint),
+            engine,
+            architecture=build.architecture,
+            out=ctx.out,
+            progress=ctx.progress,
+        )
+
+    return Step(
+        name="compile",
+        version=1,
+        output=Engine,
+        params=engine.model_dump(mode="json", include=VLLM_READS)
+        | {"kv_cache": engine.kv_cache.model_dump(mode="json", include=OPENVINO_READS_OF_KV_CACHE)},
+        inputs={"quantized": "repack" if _is_repacked(build) else build.maker},
+        toolchain={"vllm": VERSION},
         run=run,
     )
 

@@ -35,6 +35,16 @@ class MadeElsewhere(Protocol):
         """Of what is not quantized."""
         ...
 
+    @property
+    def passed_on(self) -> bool:
+        """Whether the files stay as they are, for a runtime that reads them."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """What of the checkpoint is not computed here; empty when nothing is left out."""
+        ...
+
 
 def adopt(config: BuildConfig, made: MadeElsewhere) -> BuildConfig:
     """Return the config with format, group size and dtype as the checkpoint has them, and no text to calibrate with."""
@@ -71,11 +81,12 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
             )
             hint = "Remove the key: nothing is quantized again."
             yield Problem(where=f"{provenance[key]} {key}", message=message, hint=hint)
-    if config.engine.target != "openvino":
-        message = f"a checkpoint quantized elsewhere ({made.method}) is converted for the openvino target only."
-        hint = "Name the 16-bit checkpoint it was made from for a GPU target."
-        yield Problem(where="engine.target", message=message, hint=hint)
-    if config.quantization.kv_cache == "fp8":
+    if made.note:
+        yield Problem(where="source", message=f"{made.method}: {made.note}.", severity="warning")
+    if made.passed_on and config.quantization.kv_cache != "auto":
+        message = "the checkpoint is passed on as it is, and it has no scales of a KV cache."
+        yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto.")
+    elif config.quantization.kv_cache == "fp8":
         message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
         yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
     if config.sparsity.method != "none":

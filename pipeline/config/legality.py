@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from pipeline.config import shapes
-from pipeline.config.rules import formats_of, variants
+from pipeline.config.rules import formats_of, layer_format, variants
 from pipeline.config.schema import BuildConfig, Format
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts
@@ -28,6 +28,8 @@ from pipeline.errors import Problem, Severity
 __all__ = ["ArchitectureFacts", "Gpu", "HostFacts", "check", "gpus", "least_sm", "table"]
 
 Fact = str | int | bool
+# What a checkpoint that is passed on is not judged by: rows about them are about checkpoints made here.
+_OF_OUR_FORMATS = ("format", "mixed", "kv_cache", "group_size", "awq")
 
 
 class HostFacts(Protocol):
@@ -107,6 +109,7 @@ class Table(Section):
     """legality.toml."""
 
     allowed: tuple[Row, ...]
+    passed_on: tuple[Row, ...]
     refused: tuple[Verdict, ...]
     warning: tuple[Verdict, ...]
     toolchain: tuple[Package, ...]
@@ -134,6 +137,8 @@ def check(
     architecture: ArchitectureFacts | None,
     host: HostFacts | None = None,
     provenance: Mapping[str, str] = MappingProxyType({}),
+    *,
+    layout: str | None = None,
 ) -> list[Problem]:
     """Judge a config against table, model and machine.
 
@@ -142,6 +147,7 @@ def check(
         architecture: facts about the source; None judges only what needs none.
         host: versions on this machine; None leaves the toolchain out.
         provenance: key path -> "file:line" (LoadedConfig.provenance), to say where a key was written.
+        layout: of a checkpoint made elsewhere that the target's runtime is to read as it is; its format is not judged.
 
     Returns:
         Every problem, errors first; an empty list means that nothing speaks against the build.
@@ -149,7 +155,9 @@ def check(
     problems: list[Problem] = []
     for form in formats_of(config.quantization):
         facts = _facts(config, form, architecture)
-        problems += _combinations(facts)
+        if layout is not None:
+            facts = {name: fact for name, fact in facts.items() if name not in _OF_OUR_FORMATS} | {"layout": layout}
+        problems += _combinations(facts) if layout is None else [*_refusals(facts), *_passed_on(facts)]
         if architecture is not None:
             problems += _architecture(facts)
         if host is not None:
@@ -213,13 +221,31 @@ def _facts(config: BuildConfig, form: Format, architecture: ArchitectureFacts | 
         facts |= {"gpu": engine.gpu, "sm": gpus()[engine.gpu].sm}
     if architecture is not None:
         facts |= {"architecture": architecture.architecture, "source_dtype": architecture.dtype}
+        few = architecture.num_key_value_heads < architecture.num_attention_heads
+        facts["grouped_query"] = few and layer_format(quantization, "model.layers.0.self_attn.o_proj") == form
     return facts
+
+
+def _refusals(facts: Mapping[str, Fact]) -> Iterator[Problem]:
+    yield from (_judged(row, facts, "error") for row in table().refused if _matches(row, facts))
+    yield from (_judged(row, facts, "warning") for row in table().warning if _matches(row, facts))
+
+
+def _passed_on(facts: Mapping[str, Fact]) -> Iterator[Problem]:
+    """Refuse a layout that the target's runtime does not read."""
+    if any(_matches(row, facts) for row in table().passed_on):
+        return
+    readers = [row.when for row in table().passed_on if _holds(row.when["layout"], facts["layout"])]
+    others = sorted({str(target) for when in readers for target in when["target"]} - {facts["target"]})
+    where = f"{facts['target']} on {facts['gpu']}" if "gpu" in facts else str(facts["target"])
+    hint = f"It is read by {' and '.join(others)}; or name" if others else "Name"
+    message = f"a checkpoint in the layout '{facts['layout']}' is not read by {where}."
+    yield Problem(where="engine.target", message=message, hint=f"{hint} the 16-bit checkpoint it was made from.")
 
 
 def _combinations(facts: Mapping[str, Fact]) -> Iterator[Problem]:
     refused = [row for row in table().refused if _matches(row, facts)]
-    yield from (_judged(row, facts, "error") for row in refused)
-    yield from (_judged(row, facts, "warning") for row in table().warning if _matches(row, facts))
+    yield from _refusals(facts)
     if not refused and not any(_matches(row, facts) for row in table().allowed):
         where = f"{facts['target']} on {facts['gpu']}" if "gpu" in facts else str(facts["target"])
         message = f"{facts['format']} with kv_cache {facts['kv_cache']} is not known to work with {where}."

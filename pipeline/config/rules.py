@@ -127,7 +127,7 @@ def _with_format(config: BuildConfig, name: Format) -> BuildConfig:
 
 def is_grouped(form: Format, target: str) -> bool:
     """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
-    return form in AWQ or (form == "int4_wo" and target == "openvino")
+    return form in AWQ or (form == "int4_wo" and target in ("openvino", "vllm"))
 
 
 def has_groups(config: BuildConfig) -> bool:
@@ -308,7 +308,7 @@ def _parallelism(config: BuildConfig) -> Iterator[Finding]:
     if config.engine.target != "openvino" and config.engine.gpu is None:
         gpus = ", ".join(str(choice) for choice in KEYS["engine.gpu"].choices)
         message = "a TensorRT-LLM engine runs on one GPU model only, and none is named."
-        if config.engine.target == "tensorrt_llm_llmapi":
+        if config.engine.target in ("tensorrt_llm_llmapi", "vllm"):
             message = "precision and memory depend on the GPU, and none is named."
         yield Finding(keys=("engine.gpu", "engine.target"), message=message, hint=f"Add gpu: one of {gpus}.")
 
@@ -360,6 +360,8 @@ def _of_other_targets(config: BuildConfig) -> Iterator[str]:
     foreign = () if config.engine.target == "tensorrt_llm" else (*of_engines, *only_engines)
     if config.engine.target == "openvino":
         foreign = (*foreign, *of_gpus, "engine.max_beam_width", "engine.kv_cache.tokens_per_block")
+    if config.engine.target == "vllm":
+        foreign = (*foreign, "serving.", *of_gpus, "engine.max_beam_width", "engine.kv_cache.tokens_per_block")
     read_by_llmapi = LLMAPI_READS if config.engine.target == "tensorrt_llm_llmapi" else ()
     for key in leaves():
         written = key.path not in read_by_llmapi and value_at(config, key.path) != key.default

@@ -21,7 +21,7 @@ LayerFormat = Literal["bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq", 
 Format = Literal[LayerFormat, "auto"]
 ScoreMethod = Literal["gradient", "kl_div"]
 KVCacheFormat = Literal["auto", "fp8", "int8"]
-TargetName = Literal["openvino", "tensorrt_llm", "tensorrt_llm_llmapi"]
+TargetName = Literal["openvino", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm"]
 ToolchainVersion = Literal["1.2.1", "1.0.0"]
 Preset = Literal["none", "throughput", "latency", "balanced"]
 Gpu = Literal["H100", "H200", "A100", "L40S", "L4"]
@@ -274,7 +274,8 @@ class EngineConfig(Section):
     target: TargetName = Field(
         default="openvino",
         title="target",
-        description="openvino (CPU), tensorrt_llm (GPU, compiled engines) or tensorrt_llm_llmapi (GPU, LLM API).",
+        description="openvino (CPU), tensorrt_llm (GPU, compiled engines), tensorrt_llm_llmapi (GPU, LLM API) or vllm "
+        "(GPU, Triton's vLLM backend).",
     )
     gpu: Gpu | None = Field(
         default=None, title="known GPU", description="GPU the engine is for; required by the GPU targets."

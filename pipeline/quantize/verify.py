@@ -31,6 +31,7 @@ from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader, 
 from pipeline.quantize.checks import Check, rounded, rule
 from pipeline.quantize.fake_quant import build_model, compare_models
 from pipeline.quantize.foreign.check import check_converted
+from pipeline.quantize.foreign.passing import PassedOnReader, check_passed_on
 from pipeline.quantize.foreign.reader import is_quantized, read_foreign
 from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
 from pipeline.quantize.limits import CLIPPED, Limits, limits_for
@@ -72,7 +73,7 @@ def verify(
         IntegrityError: a file is missing, damaged or of a kind that cannot be read.
         ConfigError: the held text is unusable.
     """
-    reader = read_quantized(quantized.path)
+    reader = _open(quantized.path)
     checks = static_checks(source, quantized, limits, progress=progress)
     baseline = limits.reference if is_quantized(source.path) else (original or source).path
     scored = None
@@ -93,10 +94,16 @@ def static_checks(
     source: SourceCheckpoint, quantized: QuantizedCheckpoint, limits: VerifyConfig, *, progress: Progress
 ) -> list[Check]:
     """Everything that needs no text: structure, every tensor, every weight, every layer on its recorded rows."""
-    reader = read_quantized(quantized.path)
+    reader = _open(quantized.path)
     if is_quantized(source.path):
         return _check_converted(source, quantized, reader, progress)
     return _check_made_here(source, quantized, reader, limits_for(reader.format, limits), progress)
+
+
+def _open(artifact: Path) -> CheckpointReader:
+    """The reader of a checkpoint in one of our layouts, or in another tool's that was passed on as it is."""
+    passed_on = read_json(artifact / "quantization.json").get("passed_on")
+    return PassedOnReader(artifact) if passed_on else read_quantized(artifact)
 
 
 def _check_made_here(
@@ -124,6 +131,8 @@ def _check_converted(
 ) -> list[Check]:
     """Structure, then every tensor and decoded weight against what the checkpoint made elsewhere stores."""
     original = read_foreign(source.path)
+    if isinstance(reader, PassedOnReader):
+        return _check_record(quantized.path, reader) + check_passed_on(original, reader, progress)
     checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
     broken = frozenset(check.layer for check in checks if not check.passed)
     checks += check_plain_tensors(original, reader, {}, skip=broken)
@@ -170,7 +179,7 @@ def _score(
 ) -> _Scores:
     """Run both models on held text; the source is rounded to 16 bit as the checkpoint's layout rounds it."""
     ids = held_ids(source, limits)
-    config_directory = reader.directory if isinstance(reader, HuggingFaceReader) else source
+    config_directory = reader.directory if isinstance(reader, HuggingFaceReader | PassedOnReader) else source
     sides = (
         (source, HuggingFaceReader(source, rounding=reader.rounded)),
         (config_directory, reader),
@@ -214,6 +223,8 @@ def _not_run(reader: CheckpointReader, *, scored_against: Path | None) -> list[s
         words.append(
             f"the rounding to {reader.name}: trtllm-build does it when it loads the 16-bit weights checked here"
         )
+    if isinstance(reader, PassedOnReader):
+        words.append(f"what the runtime makes of the {reader.method} files, which are passed on as they are")
     if reader.kv_cache_algorithm is not None:
         words.append(f"the {reader.kv_cache_algorithm} KV cache: its scales are checked, its effect on text is not")
     return words

@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.config.schema import ServingConfig
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.host.files import link_or_copy
+from pipeline.triton import vllm_repository
 from pipeline.triton.backend_parameters import CORE_MODEL, Decision
 from pipeline.triton.core_model import CoreModel, Emission
 from pipeline.triton.engine_core import EngineCore
@@ -70,6 +71,9 @@ def emit(engine_dir: Path, serving: ServingConfig, *, name: str, out: Path, moun
     engine = _read_engine(engine_dir)
     source = templates()
     emission = Emission(engine_dir=engine_dir, engine=engine, serving=serving, name=name, mount=mount, templates=source)
+    if engine["target"] == vllm_repository.TARGET:
+        vllm_repository.emit_vllm(emission, out)
+        return
     core = _CORES[engine["target"]]
     configs = {model: _template(source, model) for model in MODELS}
     _merge(configs, engine, serving)
@@ -101,9 +105,10 @@ def _read_engine(engine_dir: Path) -> dict[str, Any]:
         engine: dict[str, Any] = json.loads((engine_dir / "engine.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{engine_dir / 'engine.json'} cannot be read: {error}", hint="Compile again.") from error
-    if engine["target"] not in _CORES:
+    targets = (*_CORES, vllm_repository.TARGET)
+    if engine["target"] not in targets:
         raise ConfigError(
-            f"engine.target '{engine['target']}' has no model repository", hint=f"Use one of {', '.join(_CORES)}."
+            f"engine.target '{engine['target']}' has no model repository", hint=f"Use one of {', '.join(targets)}."
         )
     if not (engine_dir / "tokenizer" / "tokenizer.json").is_file():
         raise IntegrityError(f"{engine_dir} has no tokenizer/tokenizer.json", hint="Compile again.")

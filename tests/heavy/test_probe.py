@@ -34,7 +34,9 @@ def test_nf4_is_bitsandbytes_bit_for_bit(block_size: int, shape: tuple[int, int]
 
     weight = np.random.default_rng(block_size).normal(size=shape).astype(np.float32)
     weight[0, :4] = (40, -40, 0, 1e-30)
-    packed, state = functional.quantize_4bit(torch.from_numpy(weight.reshape(1, -1)), blocksize=block_size, quant_type="nf4")
+    packed, state = functional.quantize_4bit(
+        torch.from_numpy(weight.reshape(1, -1)), blocksize=block_size, quant_type="nf4"
+    )
     made = functional.dequantize_4bit(packed, state).numpy().reshape(shape)
     assert np.array_equal(made, rounding.round_nf4(weight, block_size, double_quant=False))
 

@@ -93,14 +93,14 @@ def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> Non
     verdicts: dict[tuple[object, ...], bool] = {}
     formats, caches = get_args(LayerFormat), KEYS["quantization.kv_cache"].choices
     places: list[dict[str, object]] = [{"target": "openvino"}]
-    targets = ("tensorrt_llm", "tensorrt_llm_llmapi")
+    targets = ("tensorrt_llm", "tensorrt_llm_llmapi", "vllm")
     places += [{"target": target, "gpu": name} for target in targets for name in gpus()]
     for form, cache, place in itertools.product(formats, caches, places):
         quantization = {"format": form, "kv_cache": cache}
         found = judge(None, quantization=quantization, engine={**place, **NO_PAGING})
         assert not any("is not known to work" in problem for problem in found), (form, cache, place)
         verdicts[form, cache, place["target"], place.get("gpu", "cpu")] = not found
-    assert len(verdicts) == 264
+    assert len(verdicts) == 384
 
     def legal(target: str) -> list[int]:
         return [sum(verdicts[key] for key in verdicts if key[2:] == (target, name)) for name in gpus()]
@@ -108,7 +108,8 @@ def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> Non
     assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 14  # seven formats x auto and int8
     assert list(gpus()) == ["H100", "H200", "A100", "L40S", "L4"]
     assert legal("tensorrt_llm") == [24, 24, 12, 24, 24]  # all; on SM 80 six formats without FP8 x auto and int8
-    assert legal("tensorrt_llm_llmapi") == [10, 10, 3, 10, 10]  # five x auto and fp8; on SM 80 three x auto
+    assert legal("tensorrt_llm_llmapi") == [8, 8, 3, 8, 8]  # five x auto, three x fp8; on SM 80 three x auto
+    assert legal("vllm") == [7, 7, 5, 7, 7]  # six x auto, fp8 with fp8; on SM 80 five x auto
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_foreign_key_is_answered_with_ours(section: str, name: str, expected: 
         ("engine.gpu", "h100", "", "Did you mean 'H100'?"),
         ("engine.gpu", "B200", "Blackwell is not supported", "Valid: H100"),
         ("engine.dtype", "half", "", "Here it is 'float16'."),
-        ("engine.target", "vllm", "no such target", "Valid: openvino, tensorrt_llm"),
+        ("engine.target", "sglang", "no such target", "Valid: openvino, tensorrt_llm"),
         ("quantization.group_size", 48, "", "The nearest is 32."),
     ],
 )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.quantize.foreign.layout import Settings, integer_element, refused
+from pipeline.quantize.foreign.layout import Settings, activations, integer_element, refused, scaling
 from pipeline.quantize.foreign.linear import BITS, Element, ForeignLinear, as_matrix, consecutive
 from pipeline.quantize.foreign.packing import WORD_BITS, unpack_columns, unpack_rows
 from pipeline.quantize.tensor_files import TensorFiles
@@ -61,7 +61,8 @@ class CompressedTensorsLayout:
             )
         if settings.get("kv_cache_scheme"):
             raise refused("compressed-tensors with a quantized KV cache", "Quantize it without kv_cache_scheme.")
-        self.name = f"compressed-tensors {settings.get('format')}"
+        self._format = str(settings.get("format"))
+        self.name = f"compressed-tensors {self._format}"
 
     def shape(self, tensors: TensorFiles, module: str) -> tuple[int, int]:
         """(out, in) of a layer: of packed weights, stored beside them."""
@@ -103,6 +104,10 @@ class CompressedTensorsLayout:
             dynamic_activations=bool(activations.get("dynamic")),
             bias=tensors.floats(f"{module}.bias") if f"{module}.bias" in tensors else None,
         )
+
+    def kind(self, layer: ForeignLinear) -> str:
+        """Element, scales of weights and activations."""
+        return f"{self._format} {layer.element} {scaling(layer)} {activations(layer)}"
 
     def _scheme(self, module: str) -> Mapping[str, Any]:
         """The config group of a layer: by its name or a pattern, else the one for all linear layers."""

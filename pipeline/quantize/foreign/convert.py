@@ -29,6 +29,7 @@ from pipeline.quantize.foreign.linear import ForeignLinear
 from pipeline.quantize.foreign.reader import ForeignReader, read_foreign
 from pipeline.quantize.formats import GROUP_SIZES
 from pipeline.quantize.reference import pack_int4
+from pipeline.quantize.shards import write_shards
 from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import TensorFiles
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 DType = Literal["bfloat16", "float16"]
 
-_SHARD_BYTES = 4 << 30
 _ALGORITHM: Mapping[Format, str] = {
     "int4_awq": "W4A16_AWQ",
     "int4_wo": "W4A16_AWQ",  # ModelOpt's name of every int4 in groups; pre_quant_scale says which
@@ -45,6 +45,10 @@ _ALGORITHM: Mapping[Format, str] = {
     "int8_sq": "W8A8_SQ_PER_CHANNEL",
     "fp8": "FP8",
 }
+_NOT_ROUNDED = (
+    "its activations are made to be rounded to int8 per token at run time; here they are not rounded to the "
+    "checkpoint's int8, so answers are those of its weights alone (int8_wo)"
+)
 _NAME_16_BIT = "or name the 16-bit checkpoint it was made from, to quantize it here."
 
 
@@ -57,12 +61,18 @@ class Made:
         format: as quantization.format names it.
         group_size: inputs per scale; None where there are no groups.
         dtype: of what is not quantized.
+        layout: as legality.toml's [[passed_on]] names it.
+        passed_on: the target's runtime reads the layout, so the files stay as they are.
+        note: what of the checkpoint is not computed here, for people; empty when nothing is left out.
     """
 
     method: str
     format: Format
     group_size: int | None
     dtype: DType
+    layout: str = ""
+    passed_on: bool = False
+    note: str = ""
 
 
 def identify(directory: Path) -> Made:
@@ -79,11 +89,14 @@ def identify(directory: Path) -> Made:
     if obstacle:
         raise _cannot(reader, [Problem(where=module, message=obstacle)])
     format_, group_size = _format_of(layer)
+    rounded_at_run_time = layer.element == "int8" and layer.dynamic_activations and layer.input_scale is None
     return Made(
         method=reader.method,
         format=format_,
         group_size=group_size,
         dtype="bfloat16" if reader.dtype == "bfloat16" else "float16",
+        layout=reader.layout,
+        note=_NOT_ROUNDED if rounded_at_run_time else "",
     )
 
 
@@ -154,7 +167,7 @@ def convert(source: SourceCheckpoint, made: Made, *, kv_cache: KVCacheFormat, ou
     hf = out / "hf"
     hf.mkdir(parents=True)
     with progress.track("convert layers", len(reader.quantized_modules()), "layers") as advance:
-        problems = _write_shards(hf, _tensors(reader, made, advance))
+        problems = write_shards(hf, _tensors(reader, made, advance))
     if problems:
         raise _cannot(reader, problems)
     quantized = reader.quantized_modules()
@@ -215,48 +228,6 @@ def _unified(layer: ForeignLinear, format_: Format, dtype: torch.dtype) -> dict[
         tensors["input_scale"] = torch.tensor(layer.input_scale)
         tensors |= smoothing or {"pre_quant_scale": torch.ones(columns, dtype=dtype)}
     return tensors
-
-
-def _write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor] | Problem]) -> list[Problem]:
-    """Write model.safetensors, or shards of about 4 GiB with an index; returns the problems that came along."""
-    from safetensors.torch import save_file
-
-    problems: list[Problem] = []
-    pending: dict[str, torch.Tensor] = {}
-    shards: list[list[str]] = []
-    held = 0
-
-    def flush() -> None:
-        nonlocal held
-        save_file(pending, directory / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-        held = 0
-
-    for item in tensors:
-        if isinstance(item, Problem):
-            problems.append(item)
-            continue
-        name, tensor = item
-        pending[name] = tensor.contiguous()
-        held += tensor.nbytes
-        if held >= _SHARD_BYTES:
-            flush()
-    if pending:
-        flush()
-    weight_map: dict[str, str] = {}
-    for at, names in enumerate(shards):
-        single = len(shards) == 1
-        file = "model.safetensors" if single else f"model-{at + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"part-{at}.safetensors").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum((directory / file).stat().st_size for file in set(weight_map.values()))
-        write_json(
-            directory / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-        )
-    return problems
 
 
 def _write_configs(hf: Path, reader: ForeignReader, made: Made, excluded: list[str]) -> None:

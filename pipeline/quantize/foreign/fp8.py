@@ -11,7 +11,7 @@ DeepSeek-V3 inference/kernel.py (`weight_dequant`); vLLM model_executor/layers/q
 
 from __future__ import annotations
 
-from pipeline.quantize.foreign.layout import Settings
+from pipeline.quantize.foreign.layout import Settings, activations, scaling
 from pipeline.quantize.foreign.linear import ForeignLinear, as_matrix, consecutive
 from pipeline.quantize.tensor_files import TensorFiles
 
@@ -31,6 +31,10 @@ class Fp8Layout:
         """(out, in) of a layer, from the headers."""
         rows, columns = tensors[f"{module}.weight"].shape
         return rows, columns
+
+    def kind(self, layer: ForeignLinear) -> str:
+        """Scales of weights and of activations."""
+        return f"fp8 {scaling(layer)} {activations(layer)}"
 
     def decode(self, tensors: TensorFiles, module: str) -> ForeignLinear:
         """Read one layer."""

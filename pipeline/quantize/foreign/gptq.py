@@ -67,6 +67,10 @@ class GptqLayout:
             bias=tensors.floats(f"{module}.bias") if f"{module}.bias" in tensors else None,
         )
 
+    def kind(self, layer: ForeignLinear) -> str:
+        """Act-order takes a kernel of its own."""
+        return f"gptq {layer.element}{'' if layer.ordered else ' act-order'}"
+
     def _element(self, tensors: TensorFiles, module: str) -> Element:
         """Bits of a layer from its own shapes, which also holds where single layers differ from the config."""
         rows = tensors[f"{module}.qweight"].shape[1]

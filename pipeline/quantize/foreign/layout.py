@@ -33,6 +33,10 @@ class Layout(Protocol):
         """Read one layer."""
         ...
 
+    def kind(self, layer: ForeignLinear) -> str:
+        """The layout with what a runtime chooses its kernel by, as legality.toml's [[passed_on]] names it."""
+        ...
+
 
 def integer_element(bits: int, module: str) -> Element:
     """The element of integers of `bits` bits.
@@ -47,6 +51,22 @@ def integer_element(bits: int, module: str) -> Element:
             return "int8"
         case _:
             raise refused(f"{module} holds {bits}-bit weights", "Only 4 and 8 bits are read.")
+
+
+def activations(layer: ForeignLinear) -> str:
+    """How a layer's inputs are rounded: "static", "dynamic" or "16 bit"."""
+    if layer.input_scale is not None:
+        return "static"
+    return "dynamic" if layer.dynamic_activations else "16 bit"
+
+
+def scaling(layer: ForeignLinear) -> str:
+    """What shares a weight scale: "tensor", "channel", "group" or "block"."""
+    if layer.row_block not in (1, layer.shape[0]):
+        return "block"
+    if layer.scales.size == 1:
+        return "tensor"
+    return "channel" if layer.scales.shape[1] == 1 else "group"
 
 
 def refused(what: str, hint: str) -> ConfigError:

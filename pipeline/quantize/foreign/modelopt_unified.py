@@ -42,6 +42,7 @@ class ModelOptLayout:
             raise refused(
                 "ModelOpt with a quantized KV cache", "Export it without one; kv_cache: int8 needs no scales."
             )
+        self._algorithm = algorithm
         self.name = f"ModelOpt {algorithm}"
 
     def shape(self, tensors: TensorFiles, module: str) -> tuple[int, int]:
@@ -49,6 +50,11 @@ class ModelOptLayout:
         info = tensors[f"{module}.weight"]
         rows, columns = info.shape
         return (2 * rows if info.dtype == "U8" else rows), columns
+
+    def kind(self, layer: ForeignLinear) -> str:
+        """ModelOpt's own name of the format."""
+        del layer
+        return f"modelopt {self._algorithm}"
 
     def decode(self, tensors: TensorFiles, module: str) -> ForeignLinear:
         """Read one layer."""

@@ -33,3 +33,14 @@ def unpack_columns(words: npt.NDArray[Any], bits: int, order: Sequence[int] | No
 def unpack_rows(words: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
     """Unpack int32 [words, columns], packed along the first axis, to codes uint8 [words * 32 / bits, columns]."""
     return np.ascontiguousarray(unpack_columns(np.ascontiguousarray(words.T), bits).T)
+
+
+def pack_columns(codes: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int32]:
+    """Pack codes uint8 [rows, columns] to int32 [rows, ceil(columns * bits / 32)], the rest of a word 0."""
+    per_word = WORD_BITS // bits
+    rows, columns = codes.shape
+    padded = np.zeros((rows, -(-columns // per_word) * per_word), np.uint32)
+    padded[:, :columns] = codes
+    shifts = (np.arange(per_word) * bits).astype(np.uint32)
+    words = np.bitwise_or.reduce(padded.reshape(rows, -1, per_word) << shifts, axis=2)
+    return np.asarray(words, np.uint32).view(np.int32)

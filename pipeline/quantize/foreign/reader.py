@@ -40,11 +40,16 @@ def read_foreign(directory: Path) -> ForeignReader:
         IntegrityError: config.json does not say how the checkpoint is quantized, or no layer is.
         BadSafetensors, Unreadable: a file is damaged.
     """
+    return ForeignReader(directory, *open_layout(directory))
+
+
+def open_layout(directory: Path) -> tuple[dict[str, Any], Layout]:
+    """Read config.json and what it says about the layout; raises as `read_foreign` does."""
     config = read_json(directory / "config.json")
     settings = config.get("quantization_config")
     if not isinstance(settings, dict):
         raise IntegrityError(f"{directory}/config.json has no quantization_config.")
-    return ForeignReader(directory, config, _layout(settings))
+    return config, _layout(settings)
 
 
 def _layout(settings: Settings) -> Layout:
@@ -104,6 +109,11 @@ class ForeignReader:
         """The type that most unquantized tensors have: "float16", "bfloat16" or "float32"."""
         counts = Counter(_PLAIN[info.dtype] for info in self.tensors.values() if info.dtype in _PLAIN)
         return max(sorted(counts), key=lambda name: counts[name], default="float32")
+
+    @property
+    def layout(self) -> str:
+        """The layout with what a runtime chooses its kernel by, as legality.toml's [[passed_on]] names it."""
+        return self._layout.kind(self.foreign_linear(self._modules[0]))
 
     def quantized_modules(self) -> tuple[str, ...]:
         """Names of the quantized layers, in model order."""
