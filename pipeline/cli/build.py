@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pipeline.ladder import Rung
 
 
+_DIFFERENCE = {"openvino": "CPU differs from GPU", "vllm": "vLLM differs from what is proven"}
+
+
 @click.command()
 @options.config_argument
 @click.option("-o", "--output", "output_dir", type=click.Path(path_type=Path), help="Repository; default build/<name>.")
@@ -113,7 +116,7 @@ def _print_plan(document: dict[str, Any], warnings: Sequence[Problem]) -> None:
         for command in document["commands"]:
             click.echo("  " + shlex.join(command))
     for text in document["deviations"]:
-        click.echo(f"\nCPU differs from GPU: {text}")
+        click.echo(f"\n{_DIFFERENCE.get(document['target'], 'not as proven')}: {text}")
     for problem in warnings:
         click.echo(f"\nwarning: {problem}")
 

@@ -295,7 +295,7 @@ def _limits(config: BuildConfig) -> Iterator[Finding]:
         hint = f"Raise it to {engine.max_seq_len}, or set enable_chunked_context: true."
         keys = ("engine.max_num_tokens", "engine.max_seq_len", "engine.enable_chunked_context")
         yield Finding(keys=keys, message=message, hint=hint)
-    if serving.default_max_tokens >= engine.max_seq_len:
+    if engine.target != "vllm" and serving.default_max_tokens >= engine.max_seq_len:
         message = (
             f"an answer of {serving.default_max_tokens} tokens leaves no room for a prompt: prompt plus output is at "
             f"most {engine.max_seq_len} (engine.max_seq_len)."

@@ -234,7 +234,8 @@ def test_a_changed_conversion_is_found(source: Path, tmp_path: Path) -> None:
     [
         ("quantization.format=fp8", "is int4_wo already"),
         ("quantization.group_size=128", "is 64 already"),
-        ("engine.target=tensorrt_llm_llmapi", "for the openvino target only"),
+        ("engine.target=tensorrt_llm_llmapi", "'gptq int4' is not read by tensorrt_llm_llmapi on H100"),
+        ("engine.target=tensorrt_llm", "'gptq int4' is not read by tensorrt_llm on H100"),
         ("quantization.kv_cache=fp8", "nothing is calibrated"),
     ],
 )

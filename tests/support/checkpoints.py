@@ -55,8 +55,9 @@ def tiny_llama(
     tie_word_embeddings: bool = False,
     dtype: str = "float32",
     seed: int = 0,
+    kv_heads: int = 2,
 ) -> Path:
-    """Write a random Llama (4 heads, 2 KV heads, vocab 512) with its tokenizer and return `directory`."""
+    """Write a random Llama (4 heads, vocab 512) with its tokenizer and return `directory`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,7 +67,7 @@ def tiny_llama(
         intermediate_size=2 * hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         vocab_size=512,
         max_position_embeddings=256,
         bos_token_id=1,

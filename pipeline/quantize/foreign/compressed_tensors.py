@@ -107,7 +107,9 @@ class CompressedTensorsLayout:
 
     def kind(self, layer: ForeignLinear) -> str:
         """Element, scales of weights and activations."""
-        return f"{self._format} {layer.element} {scaling(layer)} {activations(layer)}"
+        blocks = [group["weights"].get("block_structure") for group in self._groups]
+        block = None if blocks[0] is None else (int(blocks[0][0]), int(blocks[0][1]))
+        return f"{self._format} {layer.element} {scaling(layer, block)} {activations(layer)}"
 
     def _scheme(self, module: str) -> Mapping[str, Any]:
         """The config group of a layer: by its name or a pattern, else the one for all linear layers."""

@@ -34,7 +34,7 @@ class Fp8Layout:
 
     def kind(self, layer: ForeignLinear) -> str:
         """Scales of weights and of activations."""
-        return f"fp8 {scaling(layer)} {activations(layer)}"
+        return f"fp8 {scaling(layer, self._block)} {activations(layer)}"
 
     def decode(self, tensors: TensorFiles, module: str) -> ForeignLinear:
         """Read one layer."""

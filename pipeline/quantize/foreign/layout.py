@@ -10,6 +10,7 @@ from pipeline.quantize.foreign.linear import Element, ForeignLinear
 from pipeline.quantize.tensor_files import TensorFiles
 
 Settings = Mapping[str, Any]
+_BLOCK = (128, 128)
 
 
 class Layout(Protocol):
@@ -60,10 +61,10 @@ def activations(layer: ForeignLinear) -> str:
     return "dynamic" if layer.dynamic_activations else "16 bit"
 
 
-def scaling(layer: ForeignLinear) -> str:
-    """What shares a weight scale: "tensor", "channel", "group" or "block"."""
-    if layer.row_block not in (1, layer.shape[0]):
-        return "block"
+def scaling(layer: ForeignLinear, block: tuple[int, int] | None) -> str:
+    """What shares a weight scale: "tensor", "channel", "group" or "block"; blocks of other sizes than 128 x 128 say it."""
+    if block is not None:
+        return "block" if block == _BLOCK else f"block {block[0]}x{block[1]}"
     if layer.scales.size == 1:
         return "tensor"
     return "channel" if layer.scales.shape[1] == 1 else "group"
