@@ -62,7 +62,7 @@ def activations(layer: ForeignLinear) -> str:
 
 
 def scaling(layer: ForeignLinear, block: tuple[int, int] | None) -> str:
-    """What shares a weight scale: "tensor", "channel", "group" or "block"; blocks of other sizes than 128 x 128 say it."""
+    """What shares a weight scale: "tensor", "channel", "group" or "block"; blocks but 128 x 128 say their size."""
     if block is not None:
         return "block" if block == _BLOCK else f"block {block[0]}x{block[1]}"
     if layer.scales.size == 1:
