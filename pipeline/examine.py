@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints.architecture import Architecture
+from pipeline.checkpoints.hub import locate_data_file
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
@@ -71,7 +74,7 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
     made, misfits = _made_elsewhere(loaded, source)
     if made is not None:
         loaded = replace(loaded, config=elsewhere.adopt(loaded.config, made))
-    loaded = replace(loaded, config=with_sparse_kernels(loaded.config))
+    loaded = replace(loaded, config=with_sparse_kernels(_with_texts_here(loaded.config)))
     layout = made.layout if made is not None and made.passed_on else None
     config = loaded.config
     architecture = source.architecture()
@@ -82,6 +85,7 @@ def examine(loaded: LoadedConfig, hasher: FileHasher) -> Build:
         *misfits,
         *legality.check(config, architecture, host, loaded.provenance, layout=layout),
         *_preflight(loaded, architecture, host),
+        *_texts(loaded),
     )
     return Build(config=config, source=source, architecture=architecture, problems=problems, made=made)
 
@@ -94,6 +98,29 @@ def with_sparse_kernels(config: BuildConfig) -> BuildConfig:
         return config
     options = config.engine.build.model_copy(update={"weight_sparsity": True})
     return config.model_copy(update={"engine": config.engine.model_copy(update={"build": options})})
+
+
+def _with_texts_here(config: BuildConfig) -> BuildConfig:
+    """The config with a path for each calibration set of the hub.
+
+    Raises:
+        SourceNotFound: a set is neither in the hub's cache nor reachable.
+    """
+    calibration = config.calibration
+    located = tuple(
+        one.model_copy(update={"path": locate_data_file(one.hub, one.file, one.revision)})
+        if one.hub and one.file and one.revision
+        else one
+        for one in calibration.datasets
+    )
+    return config.model_copy(update={"calibration": calibration.model_copy(update={"datasets": located})})
+
+
+def _texts(loaded: LoadedConfig) -> Sequence[Problem]:
+    """Malformed or missing text, which would only fail in the middle of a build."""
+    from pipeline.quantize.text_check import check_texts
+
+    return tuple(check_texts(loaded.config, loaded.provenance))
 
 
 def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made | None, Sequence[Problem]]:
@@ -125,6 +152,27 @@ def _preflight(loaded: LoadedConfig, architecture: Architecture, host: HostProfi
             for problem in preflight(variant, architecture, host, loaded.provenance)
         )
     )
+
+
+def calibration_text(build: Build) -> dict[str, Any]:
+    """Draw the rows that calibration would feed; returns their record and `warnings`, in words.
+
+    Raises:
+        ConfigError: too little text.
+    """
+    from pipeline.quantize.calibration import sample, text_sets, warnings
+
+    calibration = build.config.calibration
+    with tempfile.TemporaryDirectory() as directory:
+        build.source.write_tokenizer(Path(directory))
+        rows = sample(
+            text_sets(calibration),
+            Path(directory),
+            num_samples=calibration.num_samples,
+            max_seq_len=calibration.max_seq_len,
+            seed=calibration.seed,
+        )
+    return {**rows.record, "warnings": warnings(rows.record)}
 
 
 def deviations(config: BuildConfig) -> list[str]:

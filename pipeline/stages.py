@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.checkpoints.resolve import resolve
 from pipeline.config.rules import AWQ, UNQUANTIZED, formats_of, has_groups
-from pipeline.config.schema import BuildConfig, QuantizationConfig, SourceConfig
+from pipeline.config.schema import BuildConfig, CalibrationConfig, QuantizationConfig, SourceConfig
 from pipeline.core.artifacts import (
     Artifact,
     Engine,
@@ -133,7 +133,7 @@ def _import(build: Build) -> Step:
 def _sparsify(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
     """Put two zeros into every four weights."""
     sparsity, calibration = build.config.sparsity, build.config.calibration
-    text = calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
+    text = _text_identity(calibration, hasher)
 
     def run(ctx: StepContext) -> None:
         from pipeline.quantize.sparsify import sparsify
@@ -565,8 +565,21 @@ def _relevant_quantization(config: BuildConfig) -> dict[str, Any]:
 def _calibration_identity(config: BuildConfig, hasher: FileHasher) -> Mapping[str, Any] | None:
     if formats_of(config.quantization)[0] in UNQUANTIZED and config.quantization.kv_cache == "auto":
         return None
-    calibration = config.calibration
-    return calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
+    return _text_identity(config.calibration, hasher)
+
+
+def _text_identity(calibration: CalibrationConfig, hasher: FileHasher) -> Mapping[str, Any]:
+    """The section with the content of its files in place of where they lie."""
+    sets = [
+        {
+            "text": _file_identity(one.path, hasher),
+            "weight": one.weight,
+            "name": one.file or (one.path and one.path.name),
+        }
+        for one in calibration.datasets
+    ]
+    identity = calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
+    return identity | {"datasets": sets}
 
 
 def _reference_identity(directory: Path | None, hasher: FileHasher) -> str | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.checkpoints.architecture import Architecture, describe
 from pipeline.checkpoints.gguf_file import TENSOR_TYPES, GGUFFile, GGUFTensor, read_gguf
 from pipeline.checkpoints.gguf_layout import ROPE_FACTORS, MappedTensor, original_row_order, read_layout
-from pipeline.checkpoints.gguf_tokenizer import build_tokenizer
+from pipeline.checkpoints.gguf_tokenizer import TokenizerFiles, build_tokenizer
 from pipeline.checkpoints.safetensors_index import TensorEntry
 from pipeline.checkpoints.safetensors_write import TensorData, TensorSpec, shard, write_shard
 from pipeline.core.progress import Progress
@@ -59,8 +59,7 @@ def import_gguf(file: Path, out: Path, progress: Progress, *, shard_bytes: int =
             require_free_space(out, total)
             _write_json(out / "config.json", {**layout.config, **ids, "eos_token_id": _one_or_all(tokens.eos)})
             _write_json(out / "generation_config.json", ids)
-            _write_json(out / "tokenizer.json", tokens.tokenizer)
-            _write_json(out / "tokenizer_config.json", tokens.tokenizer_config)
+            _write_tokenizer(tokens, out)
             with progress.track("import GGUF", total, "B") as advance:
 
                 def data(spec: TensorSpec) -> Iterator[bytes]:
@@ -69,6 +68,23 @@ def import_gguf(file: Path, out: Path, progress: Progress, *, shard_bytes: int =
                         advance(piece.nbytes)
 
                 _write_weights(out, shard(specs, shard_bytes), data)
+
+
+def import_tokenizer(file: Path, out: Path) -> None:
+    """Write the tokenizer files alone of what `import_gguf` writes.
+
+    Raises:
+        BadGGUF, Unreadable: as `import_gguf`.
+    """
+    parsed = read_gguf(file)
+    with file.open("rb") as stream:
+        layout = read_layout(parsed, _rope_factors(parsed, stream))
+    _write_tokenizer(build_tokenizer(parsed, layout.vocab_size, layout.context_length), out)
+
+
+def _write_tokenizer(tokens: TokenizerFiles, out: Path) -> None:
+    _write_json(out / "tokenizer.json", tokens.tokenizer)
+    _write_json(out / "tokenizer_config.json", tokens.tokenizer_config)
 
 
 def read_gguf_architecture(file: Path) -> Architecture:

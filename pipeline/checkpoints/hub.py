@@ -23,6 +23,7 @@ _WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer
 _UNWANTED: Final = ("*/*", "consolidated*")
 _DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 5.0
+_TRUE: Final = ("1", "ON", "YES", "TRUE")  # huggingface_hub's words for a switch that is on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,55 @@ def locate_snapshot(
     cache = _cache_directory(environment)
     cached = _from_cache(hub, revision, cache)
     return cached if cached is not None else _download(hub, revision, cache, with_code, environment)
+
+
+def locate_data_file(hub: str, file: str, revision: str, *, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return a file of a data set on the hub from the local cache, downloading it when the cache lacks it.
+
+    Args:
+        hub: 'owner/name' of the data set.
+        file: its path in there.
+        revision: a commit.
+        environment: as in `locate_snapshot`; HF_HUB_OFFLINE keeps to the cache.
+
+    Raises:
+        SourceNotFound: not in the cache and not reachable, or not there; says what was tried and where.
+        DiskFull: the cache's file system is full.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    cache = _cache_directory(environment)
+    endpoint = environment.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    name = f"'{file}' of data set '{hub}' at revision '{revision}'"
+    try:
+        with disk_errors(cache):
+            found = hf_hub_download(
+                hub, file, repo_type="dataset", revision=revision, cache_dir=cache, endpoint=endpoint,
+                etag_timeout=_TIMEOUT_S, local_files_only=environment.get("HF_HUB_OFFLINE", "0") in _TRUE,
+            )  # fmt: skip
+    except LocalEntryNotFoundError as error:
+        raise SourceNotFound(
+            f"{name} is not in the cache {cache}, and {endpoint} cannot be reached.",
+            hint="On a machine with network run 'huggingface-cli download --repo-type dataset "
+            f"{hub} {file} --revision {revision}' and copy the cache, or set path to a file.",
+        ) from error
+    except (EntryNotFoundError, RepositoryNotFoundError) as error:
+        raise SourceNotFound(
+            f"{name} does not exist at {endpoint}, or is private or gated.",
+            hint="Check the spelling, or run 'huggingface-cli login'.",
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise SourceNotFound(
+            f"{name} cannot be fetched from {endpoint} ({error}).", hint="Set path to a file."
+        ) from error
+    return Path(found)
 
 
 def _cache_directory(environment: Mapping[str, str]) -> Path:

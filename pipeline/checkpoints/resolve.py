@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
 from pipeline.checkpoints.architecture import Architecture, read_architecture
-from pipeline.checkpoints.gguf import import_gguf, read_gguf_architecture
+from pipeline.checkpoints.gguf import import_gguf, import_tokenizer, read_gguf_architecture
 from pipeline.checkpoints.gguf_file import check_magic
 from pipeline.checkpoints.hub import locate_snapshot
 from pipeline.checkpoints.json_file import read_json, read_optional_json
@@ -84,6 +84,17 @@ class ResolvedSource:
             BadGGUF, BadSafetensors, Unreadable: the files are broken.
         """
         return read_gguf_architecture(self.location) if self.location.is_file() else read_architecture(self.location)
+
+    def write_tokenizer(self, out: Path) -> None:
+        """Put the tokenizer files of the checkpoint into `out`, converted where they have to be; no weights."""
+        if self.location.is_file():
+            import_tokenizer(self.location, out)
+            return
+        for name in self.files:
+            if name in (*_TOKENIZER_FILES, *_OTHER_FILES):
+                link_or_copy(self.location / name, out / name)
+        if self.needs_import:
+            convert_tokenizer(self.location, out)
 
     def write(self, out: Path, progress: Progress) -> None:
         """Make the Hugging Face directory of a source that needs an import.

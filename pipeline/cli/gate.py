@@ -96,9 +96,9 @@ def gate(
 
 def _prompts(file: Path | None) -> list[str]:
     from pipeline.errors import ConfigError
-    from pipeline.quantize.calibration import SHIPPED_HELD, read_documents
+    from pipeline.quantize.documents import SHIPPED_HELD, read_documents
 
-    texts = [document.text for document in read_documents(file or SHIPPED_HELD) if document.text]
+    texts = [document.text for document in read_documents(file or SHIPPED_HELD, key="--prompts") if document.text]
     if not texts:
         raise ConfigError(f"{file} holds no prompt", hint="Rows with messages are not asked; give text or prompt.")
     return texts if file else [text[:PROMPT_CHARACTERS] for text in texts[:PROMPTS]]

@@ -34,6 +34,7 @@ COMMANDS = {
         "pipeline.cli.ladder:ladder",
         "Build every step of the fallback until verify; compare size and quality.",
     ),
+    "calibration": ("pipeline.cli.calibration:calibration", "What the calibration text is: counts, lengths, warnings."),
     "probe": (
         "pipeline.cli.probe:probe",
         "How good a format would be (nf4, int2, ...): rounds, scores, writes nothing.",

@@ -198,7 +198,10 @@ def _mapping(node: yaml.Node, key: Key, origin: Origin, problems: list[Problem])
     values: dict[str, Scalar] = {}
     for name, value, place in _pairs(node, key, origin, problems):
         if name in known:
-            values[name] = _scalar(value, known[name], origin, problems)
+            read_value = _scalar(value, known[name], origin, problems)
+            if Path in known[name].types and isinstance(read_value, str):
+                read_value = _path(read_value, known[name], origin, problems, place)
+            values[name] = read_value
             continue
         message, hint = f"unknown key '{name}'.", f"Valid: {', '.join(known)}."
         problems.append(Problem(where=f"{place} {join(key.path, name)}", message=message, hint=hint))

@@ -61,6 +61,7 @@ def check(config: BuildConfig) -> Iterator[Finding]:
     yield from _auto(config)
     yield from _limits(config)
     yield from _parallelism(config)
+    yield from _calibration(config)
     yield from _quality(config)
     yield from _without_effect(config)
 
@@ -184,6 +185,31 @@ def _revision(config: BuildConfig) -> Iterator[Finding]:
         message = f"'{source.hub}' is not pinned, so a rebuild could take other weights."
         hint = "Add revision: the 40 hex digits of a commit; the hub shows them under 'Files and versions'."
         yield Finding(keys=("source.hub", "source.revision"), message=message, hint=hint)
+
+
+def _calibration(config: BuildConfig) -> Iterator[Finding]:
+    """The texts that observers see: one file, or several sets that each name one."""
+    calibration = config.calibration
+    key = "calibration.datasets"
+    if calibration.dataset is not None and calibration.datasets:
+        message = "the text is named twice, by 'dataset' and by 'datasets'."
+        yield Finding(keys=(key, "calibration.dataset"), message=message, hint="Keep one; add the file as an item.")
+    for number, one in enumerate(calibration.datasets, start=1):
+        if (one.path is None) == (one.hub is None):
+            hint = "Write path (a file), or hub, revision and file."
+            yield Finding(keys=(key,), message=f"item {number} needs exactly one of path and hub.", hint=hint)
+        elif one.hub is None and (one.revision or one.file):
+            message = f"item {number} has a path; revision and file belong to a hub id."
+            yield Finding(keys=(key,), message=message, hint="Remove them.")
+        elif one.hub is not None and not _HUB_ID.fullmatch(one.hub):
+            yield Finding(keys=(key,), message=f"item {number}: '{one.hub}' is not a hub id.", hint="Write owner/name.")
+        elif one.hub is not None and (one.file is None or ".." in one.file.split("/")):
+            message = f"item {number} needs 'file', the path of a JSONL or text file inside {one.hub}."
+            yield Finding(keys=(key,), message=message, hint="The hub shows it under 'Files and versions'.")
+        elif one.hub is not None and not _COMMIT.fullmatch(one.revision or ""):
+            message = f"item {number}: {one.hub} is not pinned, so a rebuild could calibrate on other text."
+            hint = "Add revision: the 40 hex digits of a commit; the hub shows them under 'Files and versions'."
+            yield Finding(keys=(key,), message=message, hint=hint)
 
 
 def _quality(config: BuildConfig) -> Iterator[Finding]:

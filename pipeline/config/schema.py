@@ -125,11 +125,26 @@ class QuantizationConfig(Section):
     auto: AutoConfig = Field(default_factory=AutoConfig)
 
 
+class CalibrationSet(Section):
+    """One of several texts: a file, or a file of a data set on the hub."""
+
+    path: Path | None = Field(default=None, description="JSONL or plain text file.")
+    hub: str | None = Field(default=None, description="Hub id 'owner/name' of a data set (with file and revision).")
+    revision: str | None = Field(default=None, description="Commit of the hub id (40 hex digits).")
+    file: str | None = Field(default=None, description="Path of the JSONL or text file inside the data set.")
+    weight: float = Field(default=1.0, gt=0, description="Share of the sequences, relative to the other sets'.")
+
+
 class CalibrationConfig(Section):
     """The text that the observers see."""
 
     dataset: Path | None = Field(
         default=None, description="JSONL (text, prompt or messages) or plain text; empty uses the shipped sample."
+    )
+    datasets: tuple[CalibrationSet, ...] = Field(
+        default=(),
+        description="Several texts instead of `dataset`, each {path: file, weight: 1} or {hub: owner/name, "
+        "revision: commit, file: path in it, weight: 1}; they share the sequences by weight.",
     )
     num_samples: int = Field(default=64, ge=1, description="Sequences fed.")
     max_seq_len: int = Field(default=512, ge=8, description="Tokens per sequence; longer text is cut.")

@@ -1,14 +1,14 @@
 """From text to the exact token rows that observers see, and the record of them.
 
-Text is a JSONL file (one object a line with `text`, `prompt` or `messages`), a plain text file (one
-document a paragraph) or the sample shipped in data/. Documents are shuffled by the seed, tokenized with
-the source's own tokenizer.json, cut into pieces that fit a row, and packed into rows of exactly
-`max_seq_len` with the end-of-sequence token after each piece: rows of one length need no padding, and
-padding would enter the observed ranges. Every document gives its first piece before any gives its
-second, so that few rows still see many kinds of text.
+Documents of a set are shuffled by the seed, tokenized with the source's own tokenizer.json, cut into pieces
+that fit a row, and packed into rows of exactly `max_seq_len` with the end-of-sequence token after each
+piece: rows of one length need no padding, and padding would enter the observed ranges. Every document gives
+its first piece before any gives its second, so that few rows still see many kinds of text.
 
-A user's text that is too small for `num_samples` rows is an error that says how many it gives. The
-shipped sample gives what it has. Text is never repeated: a repeated row teaches an observer nothing.
+Several sets share the rows in proportion to their weights and are spread evenly over them. A document that
+an earlier set has is dropped from the later one. A set that is too small for its rows is an error that says
+how many it gives; the shipped sample gives what it has. Text is never repeated: a repeated row teaches an
+observer nothing.
 """
 
 from __future__ import annotations
@@ -21,258 +21,136 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import BadTokenizer, ConfigError, Problem, Unreadable
-
-SHIPPED_CALIBRATION = Path(__file__).parent / "data" / "calibration.jsonl"
-SHIPPED_HELD = Path(__file__).parent / "data" / "held.jsonl"
+from pipeline.config.schema import CalibrationConfig
+from pipeline.errors import ConfigError, Problem
+from pipeline.quantize.documents import SHIPPED_CALIBRATION, Document, identity, read_documents
+from pipeline.quantize.text_encoder import TextEncoder
 
 MIN_DOCUMENT_TOKENS = 8
-_LISTED_PROBLEMS = 20
 
-Message = Mapping[str, str]
+_MANY = 0.1  # of all documents: what is worth a word to the user
+# Distinct tokens per token, natural text of 32,000 tokens has ten times as many; but at most so much of the vocabulary.
+_FEW_DISTINCT, _OF_VOCABULARY = 0.01, 0.1
+_SHORT = 0.25  # of a row: the model never sees how it behaves far from the start of a text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """One piece of text: either `text`, or a conversation that the chat template renders."""
+class TextSet:
+    """A file of documents.
 
-    text: str = ""
-    messages: tuple[Message, ...] = ()
+    Attributes:
+        path: the file.
+        name: how it is called in records.
+        weight: its share of the rows, relative to the other sets'.
+        key: the config's key that names it, for messages.
+        complete: a set that gives less than its share of the rows is an error.
+    """
+
+    path: Path
+    name: str
+    weight: float = 1.0
+    key: str = "calibration.dataset"
+    complete: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
     """Rows of token ids and where they came from.
 
-    `rows` all have the same length. `record` is what calibration.json holds: source, seed, counts,
-    lengths in tokens, and `ids_sha256`, the digest of exactly these rows.
+    `rows` all have the same length. `record` is what calibration.json holds: seed, counts, lengths in tokens, the
+    same per set with its name and digest, and `ids_sha256`, the digest of exactly these rows.
     """
 
     rows: tuple[tuple[int, ...], ...]
     record: Mapping[str, Any]
 
-
-def read_documents(path: Path) -> list[Document]:
-    """Read a JSONL or plain text file.
-
-    Raises:
-        ConfigError: the file is missing, empty, or rows are malformed; lists them by file:line.
-        Unreadable: the file exists and cannot be read, or is not UTF-8.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"calibration text {path} does not exist", hint="Check calibration.dataset.") from error
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"{path} is not UTF-8 (byte {error.start})", hint="Convert it to UTF-8.") from error
-    except OSError as error:
-        raise Unreadable(f"cannot read {path}: {error.strerror}") from error
-    if path.suffix in {".jsonl", ".json", ".ndjson"}:
-        documents = _parse_jsonl(text, path)
-    else:
-        paragraphs = (paragraph.strip() for paragraph in text.replace("\r\n", "\n").split("\n\n"))
-        documents = [Document(text=paragraph) for paragraph in paragraphs if paragraph]
-    if not documents:
-        raise ConfigError(f"{path} holds no text", hint="Give JSONL rows with text, prompt or messages.")
-    return documents
+    @property
+    def origin(self) -> str:
+        """Names of the sets, in words."""
+        return " and ".join(one["name"] for one in self.record["sets"])
 
 
-def _parse_jsonl(text: str, path: Path) -> list[Document]:
-    documents: list[Document] = []
-    problems: list[Problem] = []
-    # split("\n"), not splitlines(): JSON strings may hold U+2028 and friends unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        parsed = parse_row(line)
-        if isinstance(parsed, Document):
-            documents.append(parsed)
-        else:
-            problems.append(Problem(where=f"{path}:{number}", message=parsed))
-    if problems:
-        shown = problems[:_LISTED_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(Problem(where=str(path), message=f"and {len(problems) - len(shown)} more."))
-        raise ConfigError(
-            f"{len(problems)} malformed rows in {path}",
-            problems=shown,
-            hint='A row is {"text": "…"}, {"prompt": "…"} or {"messages": [{"role": "…", "content": "…"}]}.',
-        )
-    return documents
-
-
-def parse_row(line: str) -> Document | str:
-    """Return the document, or what is wrong with the row."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at column {error.colno}."
-    if not isinstance(row, dict):
-        return f"a row must be an object, not {type(row).__name__}."
-    found = [key for key in ("text", "prompt", "messages") if key in row]
-    if len(found) != 1:
-        return f"a row needs exactly one of text, prompt, messages; this one has {found or sorted(row)}."
-    value = row[found[0]]
-    if found[0] != "messages":
-        return Document(text=value) if isinstance(value, str) else f"{found[0]} must be a string."
-    well_formed = (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
-        )
-    )
-    if not well_formed:
-        return "messages must be a non-empty list of objects with string role and content."
-    return Document(messages=tuple({"role": m["role"], "content": m["content"]} for m in value))
-
-
-class TextEncoder:
-    """Text and conversations to token ids, as the source checkpoint's own files say.
-
-    Args:
-        directory: holds tokenizer.json, tokenizer_config.json and perhaps chat_template.jinja.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise BadTokenizer(f"cannot load {directory / 'tokenizer.json'}: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        config_file = directory / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-        template_file = directory / "chat_template.jinja"
-        self._template = template_file.read_text("utf-8") if template_file.is_file() else self._configured_template()
-        self.eos_token_id = self._special_id("eos_token")
-
-    def _configured_template(self) -> str | None:
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several named templates; the plain one is called default
-            template = next((item["template"] for item in template if item.get("name") == "default"), None)
-        return template
-
-    def _special_token(self, key: str) -> str | None:
-        token = self._config.get(key)
-        content: str | None = token.get("content") if isinstance(token, dict) else token
-        return content
-
-    def _special_id(self, key: str) -> int | None:
-        token = self._special_token(key)
-        found: int | None = self._tokenizer.token_to_id(token) if token else None
-        return found
-
-    def encode(self, document: Document) -> list[int]:
-        """Tokenize one document.
-
-        Special tokens are added to plain text as tokenizer.json's post-processor does; an explicit
-        add_bos_token or add_eos_token in tokenizer_config.json wins. A chat template writes its own.
-
-        Raises:
-            ConfigError: a conversation, and the checkpoint has no chat template.
-        """
-        if document.messages:
-            rendered = self.render(document.messages)
-            return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
-        add_bos = self._config.get("add_bos_token")
-        ids = list(self._tokenizer.encode(document.text, add_special_tokens=add_bos is not False).ids)
-        bos = self._special_id("bos_token")
-        if add_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        if self._config.get("add_eos_token") and self.eos_token_id is not None and ids[-1:] != [self.eos_token_id]:
-            ids.append(self.eos_token_id)
-        return ids
-
-    def encode_question(self, document: Document) -> list[int]:
-        """Tokenize what an answer follows: plain text as it is, a conversation up to the assistant's turn."""
-        if not document.messages:
-            return self.encode(document)
-        rendered = self.render(document.messages, add_generation_prompt=True)
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Token ids to text, without special tokens."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
-
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """Apply the chat template, as Hugging Face does (trimmed blocks, sandboxed)."""
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        if self._template is None:
-            raise ConfigError(
-                "the calibration text holds messages, and this checkpoint has no chat template",
-                hint="Give rows with text instead, or add chat_template.jinja to the source.",
-            )
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
-        environment.globals["raise_exception"] = _raise_template_error
-        # A date in a template would make the ids depend on the day: always the same one.
-        environment.globals["strftime_now"] = lambda _format: "01 Jan 2025"
-        tokens = {key: self._special_token(key) or "" for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        try:
-            return environment.from_string(self._template).render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **tokens
-            )
-        except TemplateError as error:
-            raise BadTokenizer(f"the chat template fails on a calibration conversation: {error}") from error
-
-
-def _raise_template_error(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
+def text_sets(calibration: CalibrationConfig) -> tuple[TextSet, ...]:
+    """The files that a config names, or the shipped sample; sets of the hub must have been located."""
+    if calibration.dataset is not None:
+        return (TextSet(path=calibration.dataset, name=calibration.dataset.name),)
+    sets = []
+    for number, one in enumerate(calibration.datasets, start=1):
+        if one.path is None:
+            raise TypeError(f"{one.hub} was not located before it is read")
+        name = one.path.name if one.hub is None else f"{one.hub}/{one.file}"
+        key = f"calibration.datasets item {number}"
+        sets.append(TextSet(path=one.path, name=name, weight=one.weight, key=key))
+    return tuple(sets) or (TextSet(path=SHIPPED_CALIBRATION, name="shipped", complete=False),)
 
 
 def draw_rows(
-    documents: Sequence[Document], encoder: TextEncoder, *, num_samples: int, max_seq_len: int, seed: int
+    documents: Sequence[Document],
+    encoder: TextEncoder,
+    *,
+    num_samples: int,
+    max_seq_len: int,
+    seed: int,
+    seen: set[str] | None = None,
 ) -> TokenRows:
     """Shuffle, tokenize, clean and pack `documents` into at most `num_samples` rows of `max_seq_len` ids.
 
     Exact duplicates and documents of fewer than 8 tokens are dropped and counted. When the text gives
     less than one full row, that one shorter row is returned.
 
+    Args:
+        documents: what was read.
+        encoder: of the source checkpoint.
+        num_samples: rows wanted.
+        max_seq_len: tokens of a row.
+        seed: of the shuffle.
+        seen: identities of documents that another set has; they are dropped and counted, and this one's are added.
+
     Raises:
         ConfigError: nothing is left.
     """
-    by_identity = {_identity(document): document for document in documents}
-    unique = list(by_identity)
+    by_identity = {identity(document): document for document in documents}
+    elsewhere = by_identity.keys() & (seen or set())
+    unique = [name for name in by_identity if name not in elsewhere]
+    if seen is not None:
+        seen.update(unique)
     random.Random(seed).shuffle(unique)  # noqa: S311 - sampling, not secrecy
-    packed = _pack((by_identity[identity] for identity in unique), encoder, num_samples * max_seq_len, max_seq_len)
-    lengths, stream = packed.document_lengths, packed.stream
+    packed = _pack((by_identity[name] for name in unique), encoder, num_samples * max_seq_len, max_seq_len)
+    lengths, stream = sorted(packed.document_lengths), packed.stream
     if not lengths:
         raise ConfigError(
-            f"every document of the text is shorter than {MIN_DOCUMENT_TOKENS} tokens",
+            f"every document of the text is shorter than {MIN_DOCUMENT_TOKENS} tokens"
+            + (" or is in another set" if elsewhere else ""),
             hint="Give longer text.",
         )
     full = min(num_samples, len(stream) // max_seq_len)
     rows = tuple(tuple(stream[n * max_seq_len : (n + 1) * max_seq_len]) for n in range(full)) or (tuple(stream),)
-    record = {
-        "seed": seed,
+    record = _counted(rows) | {
         "requested_sequences": num_samples,
-        "max_seq_len": max_seq_len,
+        "documents": len(documents),
+        "documents_used": len(lengths),
+        "conversations": sum(bool(document.messages) for document in documents),
+        "duplicates_dropped": len(documents) - len(by_identity),
+        "duplicates_of_other_sets_dropped": len(elsewhere),
+        "near_empty_dropped": packed.near_empty,
+        "longer_than_a_row": sum(length > max_seq_len for length in lengths),
+        "document_tokens": {
+            "min": lengths[0],
+            "mean": round(sum(lengths) / len(lengths), 2),
+            "p50": lengths[len(lengths) // 2],
+            "p90": lengths[len(lengths) * 9 // 10],
+            "max": lengths[-1],
+        },
+    }
+    return TokenRows(rows=rows, record=record)
+
+
+def _counted(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {
         "sequences": len(rows),
         "tokens": sum(len(row) for row in rows),
         "distinct_tokens": len({token for row in rows for token in row}),
-        "documents": len(documents),
-        "documents_used": len(lengths),
-        "duplicates_dropped": len(documents) - len(unique),
-        "near_empty_dropped": packed.near_empty,
-        "document_tokens": {
-            "min": min(lengths),
-            "mean": round(sum(lengths) / len(lengths), 2),
-            "max": max(lengths),
-        },
-        "ids_sha256": digest_rows(rows),
     }
-    return TokenRows(rows=rows, record=record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +187,6 @@ def _pack(documents: Iterable[Document], encoder: TextEncoder, wanted: int, row:
     return _Packed(stream=stream, document_lengths=lengths, near_empty=near_empty)
 
 
-def _identity(document: Document) -> str:
-    return json.dumps([document.text.strip(), [dict(message) for message in document.messages]], sort_keys=True)
-
-
 def digest_rows(rows: Sequence[Sequence[int]]) -> str:
     """Digest the canonical JSON of the rows, so that the boundaries between rows count too."""
     encoded = json.dumps([list(row) for row in rows], separators=(",", ":")).encode()
@@ -320,35 +194,113 @@ def digest_rows(rows: Sequence[Sequence[int]]) -> str:
 
 
 def sample(
-    dataset: Path | None,
-    tokenizer_directory: Path,
-    *,
-    num_samples: int,
-    max_seq_len: int,
-    seed: int = 0,
-    shipped: Path = SHIPPED_CALIBRATION,
+    sets: Sequence[TextSet], tokenizer_directory: Path, *, num_samples: int, max_seq_len: int, seed: int = 0
 ) -> TokenRows:
-    """Draw token rows from the user's text, or from the shipped one when `dataset` is None.
+    """Draw token rows from text sets in proportion to their weights.
 
     Raises:
         ConfigError: malformed or too little text.
-        Unreadable: the file cannot be read.
+        Unreadable: a file cannot be read.
         BadTokenizer: the source's tokenizer cannot be loaded.
     """
-    path = shipped if dataset is None else dataset
     encoder = TextEncoder(tokenizer_directory)
-    drawn = draw_rows(read_documents(path), encoder, num_samples=num_samples, max_seq_len=max_seq_len, seed=seed)
-    found = len(drawn.rows) if len(drawn.rows[0]) == max_seq_len else 0
-    if dataset is not None and found < num_samples:
-        raise ConfigError(
-            f"calibration.dataset {path} gives {found} sequences of {max_seq_len} tokens; "
-            f"calibration.num_samples asks for {num_samples}",
-            hint=f"Add text, or set calibration.num_samples to {found}."
-            if found
-            else f"Add text, or lower calibration.max_seq_len (the text has {drawn.record['tokens']} tokens).",
-        )
-    source = {
-        "name": "shipped" if dataset is None else path.name,
-        "sha256": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}",
+    shares = _shares([one.weight for one in sets], num_samples)
+    seen: set[str] = set()
+    drawn = [
+        _draw_set(one, encoder, seen, num_samples=share, max_seq_len=max_seq_len, seed=seed)
+        for one, share in zip(sets, shares, strict=True)
+        if share
+    ]
+    _require_enough([one for one, share in zip(sets, shares, strict=True) if share], drawn, num_samples, max_seq_len)
+    # Row n of a set of m lies at (n + 1/2) / m of the whole, so that every batch sees every set.
+    placed = [
+        ((n + 0.5) / len(one.rows), which, row) for which, one in enumerate(drawn) for n, row in enumerate(one.rows)
+    ]
+    rows = tuple(row for _, _, row in sorted(placed, key=lambda place: place[:2]))
+    record = _counted(rows) | {
+        "seed": seed,
+        "requested_sequences": num_samples,
+        "max_seq_len": max_seq_len,
+        "vocabulary": encoder.vocab_size,
+        "sets": [dict(one.record) for one in drawn],
+        "ids_sha256": digest_rows(rows),
     }
-    return TokenRows(rows=drawn.rows, record={"source": source, **drawn.record})
+    return TokenRows(rows=rows, record=record)
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """Cut `total` rows in proportion to the weights; rows left over go to the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda which: (shares[which] - exact[which], which))
+    for which in order[: total - sum(shares)]:
+        shares[which] += 1
+    return shares
+
+
+def _draw_set(
+    one: TextSet, encoder: TextEncoder, seen: set[str], *, num_samples: int, max_seq_len: int, seed: int
+) -> TokenRows:
+    documents = read_documents(one.path, key=one.key)
+    drawn = draw_rows(documents, encoder, num_samples=num_samples, max_seq_len=max_seq_len, seed=seed, seen=seen)
+    source = {
+        "name": one.name,
+        "sha256": f"sha256:{hashlib.sha256(one.path.read_bytes()).hexdigest()}",
+        "weight": one.weight,
+    }
+    return TokenRows(rows=drawn.rows, record={**source, **drawn.record})
+
+
+def _require_enough(sets: Sequence[TextSet], drawn: Sequence[TokenRows], num_samples: int, max_seq_len: int) -> None:
+    """Refuse sets that give fewer rows than their share, and rows of several lengths."""
+    full = [len(one.rows) if len(one.rows[0]) == max_seq_len else 0 for one in drawn]
+    asked = [one.record["requested_sequences"] for one in drawn]
+    problems = [
+        Problem(
+            where=one.key,
+            message=f"{one.path} gives {found} sequences of {max_seq_len} tokens; its share is {share}.",
+            hint="Add text, or lower its weight." if len(sets) > 1 else "",
+        )
+        for one, found, share in zip(sets, full, asked, strict=True)
+        if one.complete and found < share
+    ]
+    if not problems:
+        return
+    works = min(num_samples * found // share for found, share in zip(full, asked, strict=True))
+    tokens = min(one.record["tokens"] for one in drawn)
+    raise ConfigError(
+        f"the calibration text is too small: calibration.num_samples asks for {num_samples} sequences"
+        + (f" and the text gives {full[0]}" if len(sets) == 1 else ""),
+        problems=problems,
+        hint=f"Add text, or set calibration.num_samples to {works}."
+        if works
+        else f"Add text, or lower calibration.max_seq_len (the smallest set has {tokens} tokens).",
+    )
+
+
+def warnings(record: Mapping[str, Any]) -> list[str]:
+    """What a record tells about text that calibrates badly, in words for a user."""
+    words = []
+    for one in record["sets"]:
+        name, documents = one["name"], one["documents"]
+        repeated = one["duplicates_dropped"] + one["duplicates_of_other_sets_dropped"]
+        if repeated > _MANY * documents:
+            words.append(f"{name}: {repeated} of {documents} documents repeat another one and were dropped")
+        if one["near_empty_dropped"] > _MANY * documents:
+            words.append(
+                f"{name}: {one['near_empty_dropped']} of {documents} documents have fewer than {MIN_DOCUMENT_TOKENS} "
+                "tokens and were dropped"
+            )
+        if one["document_tokens"]["p90"] < _SHORT * record["max_seq_len"]:
+            words.append(
+                f"{name}: nine of ten documents have fewer than {one['document_tokens']['p90'] + 1} tokens, and a "
+                f"sequence is {record['max_seq_len']}: it is packed from many short ones"
+            )
+    if record["distinct_tokens"] < min(_FEW_DISTINCT * record["tokens"], _OF_VOCABULARY * record["vocabulary"]):
+        words.append(
+            f"only {record['distinct_tokens']} distinct tokens in {record['tokens']}: the text says the same "
+            "over and over, and ranges for anything else are guesses"
+        )
+    if record["sequences"] < record["requested_sequences"]:
+        words.append(f"{record['sequences']} of {record['requested_sequences']} sequences: the text has no more")
+    return words

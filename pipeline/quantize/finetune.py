@@ -18,6 +18,7 @@ from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import ToolError
 from pipeline.quantize import calibration as text
+from pipeline.quantize.documents import SHIPPED_CALIBRATION
 from pipeline.quantize.export import write_json
 from pipeline.quantize.rewrite import rewrite_source
 from pipeline.quantize.source_model import load_model, quiet_transformers
@@ -92,11 +93,12 @@ def finetune(
 
 def _draw(settings: FinetuneConfig, tokenizer: Path) -> text.TokenRows:
     """Draw as many rows as the steps take, or all that the text has."""
-    path = settings.dataset or text.SHIPPED_CALIBRATION
+    path = settings.dataset or SHIPPED_CALIBRATION
     wanted = settings.steps * settings.batch_size * settings.gradient_accumulation
-    return text.draw_rows(
-        text.read_documents(path),
-        text.TextEncoder(tokenizer),
+    name = "shipped" if settings.dataset is None else path.name
+    return text.sample(
+        [text.TextSet(path=path, name=name, key="finetune.dataset", complete=False)],
+        tokenizer,
         num_samples=wanted,
         max_seq_len=settings.max_seq_len,
         seed=settings.seed,

@@ -205,7 +205,7 @@ def _draw(job: _Job, calibration: CalibrationConfig) -> text.TokenRows | None:
         return None
     wanted = calibration.num_samples if needs_calibration(job.quantization, export=job.export) else 1
     rows = text.sample(
-        calibration.dataset,
+        text.text_sets(calibration),
         job.source,
         num_samples=wanted,
         max_seq_len=calibration.max_seq_len,
@@ -214,10 +214,9 @@ def _draw(job: _Job, calibration: CalibrationConfig) -> text.TokenRows | None:
     if not needs_calibration(job.quantization, export=job.export):
         job.progress.note(f"{job.quantization.format}: nothing is calibrated; one sequence is recorded for the proof")
         return rows
-    job.progress.note(
-        f"calibration: {len(rows.rows)} sequences of {len(rows.rows[0])} tokens from {rows.record['source']['name']}"
-        + (f" ({wanted} asked for; the text has no more)" * (len(rows.rows) < wanted))
-    )
+    job.progress.note(f"calibration: {len(rows.rows)} sequences of {len(rows.rows[0])} tokens from {rows.origin}")
+    for words in text.warnings(rows.record):
+        job.progress.note(f"warning: {words}")
     return rows
 
 

@@ -97,7 +97,7 @@ def _draw(
 ) -> tuple[tuple[tuple[int, ...], ...], dict[str, Any]]:
     """The first sequences of those that calibrate, and the record of exactly these."""
     drawn = text.sample(
-        calibration.dataset,
+        text.text_sets(calibration),
         source,
         num_samples=calibration.num_samples,
         max_seq_len=calibration.max_seq_len,
@@ -106,7 +106,7 @@ def _draw(
     wanted = quantization.auto.num_score_samples or DEFAULT_SAMPLES[quantization.auto.method]
     rows = drawn.rows[:wanted]
     record = {
-        "source": drawn.record["source"],
+        "source": drawn.origin,
         "seed": calibration.seed,
         "sequences": len(rows),
         "tokens": sum(len(row) for row in rows),

@@ -58,7 +58,7 @@ def sparsify(
     rows = None
     if sparsity.method == "sparsegpt":
         rows = text.sample(
-            calibration.dataset,
+            text.text_sets(calibration),
             source.path,
             num_samples=calibration.num_samples,
             max_seq_len=calibration.max_seq_len,

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from pipeline.core.progress import Progress
 from pipeline.errors import ConfigError, Problem, Unreadable
-from pipeline.quantize.calibration import Document, TextEncoder, parse_row
 from pipeline.quantize.checkpoint_reader import read_json
+from pipeline.quantize.documents import Document, parse_row
+from pipeline.quantize.text_encoder import TextEncoder
 
 _MAX_TOKENS = 32
 _KEYS = {"prompt", "messages", "answer", "match", "max_tokens"}

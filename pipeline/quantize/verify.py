@@ -26,9 +26,10 @@ from pipeline.config.rules import UNQUANTIZED
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Progress
-from pipeline.quantize.calibration import SHIPPED_HELD, TextEncoder, draw_rows, read_documents
+from pipeline.quantize.calibration import draw_rows
 from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader, model_order, read_json
 from pipeline.quantize.checks import Check, rounded, rule
+from pipeline.quantize.documents import SHIPPED_HELD, read_documents
 from pipeline.quantize.fake_quant import build_model, compare_models
 from pipeline.quantize.foreign.check import check_converted
 from pipeline.quantize.foreign.passing import PassedOnReader, check_passed_on
@@ -42,6 +43,7 @@ from pipeline.quantize.sparsity import check_sparsity, read_sparsity
 from pipeline.quantize.structure import check_structure
 from pipeline.quantize.tasks import mark_answers, read_task
 from pipeline.quantize.tensor_files import TensorFiles
+from pipeline.quantize.text_encoder import TextEncoder
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
 from pipeline.quantize.trtllm_structure import check_trtllm_structure
 
@@ -205,7 +207,7 @@ def held_ids(directory: Path, limits: VerifyConfig) -> npt.NDArray[np.int64]:
     longest = read_json(directory / "config.json").get("max_position_embeddings", _SEQUENCE_LENGTH)
     length = min(_SEQUENCE_LENGTH, longest, limits.num_tokens)
     drawn = draw_rows(
-        read_documents(limits.dataset or SHIPPED_HELD),
+        read_documents(limits.dataset or SHIPPED_HELD, key="verify.dataset"),
         TextEncoder(directory),
         num_samples=limits.num_tokens // length,
         max_seq_len=length,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipeline.checkpoints.hub import locate_snapshot
+from pipeline.checkpoints.hub import locate_data_file, locate_snapshot
 from pipeline.checkpoints.resolve import resolve
 from pipeline.config.schema import SourceConfig
 from pipeline.core.digest import FileHasher
@@ -104,11 +104,12 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         path = urlsplit(self.path).path
+        path = path.removeprefix("/datasets")
         prefix = f"/owner/model/resolve/{COMMIT}/"
         if path in {"/api/models/owner/model", "/api/models/owner/model/revision/main"}:
             names = ",".join(f'{{"rfilename":"{file.name}"}}' for file in sorted(self.files.iterdir()))
             body = f'{{"id":"owner/model","sha":"{COMMIT}","siblings":[{names}]}}'.encode()
-        elif path.startswith(prefix):
+        elif path.startswith(prefix) and (self.files / path.removeprefix(prefix)).exists():
             body = (self.files / path.removeprefix(prefix)).read_bytes()
         else:
             self.send_response(404)
@@ -165,3 +166,30 @@ def test_pickle_weights_on_the_hub_are_refused_before_a_download(hub: str, tmp_p
     with pytest.raises(UnsafeCheckpoint, match=r"pickle weights only \(pytorch_model\.bin\)"):
         locate_snapshot("owner/model", None, environment={"HF_HUB_CACHE": str(tmp_path / "c"), "HF_ENDPOINT": hub})
     assert not list((tmp_path / "c").glob("**/*.json"))
+
+
+def test_a_data_file_is_downloaded_once_and_then_found_in_the_cache(hub: str, tmp_path: Path) -> None:
+    """The second look needs no network, nor does one that is told to stay offline."""
+    (tmp_path / "served" / "text.jsonl").write_text('{"text": "one"}')
+    environment = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": hub}
+    found = locate_data_file("owner/model", "text.jsonl", COMMIT, environment=environment)
+    assert found.read_text() == '{"text": "one"}'
+    for offline in ({"HF_ENDPOINT": NOBODY}, {"HF_HUB_OFFLINE": "1"}):
+        assert locate_data_file("owner/model", "text.jsonl", COMMIT, environment=environment | offline) == found
+
+
+@pytest.mark.parametrize("offline", [{"HF_ENDPOINT": NOBODY}, {"HF_HUB_OFFLINE": "1"}])
+def test_a_data_file_that_cannot_be_had_says_what_to_run(tmp_path: Path, offline: dict[str, str]) -> None:
+    """The message names file, data set, cache and the command for a machine with network."""
+    environment = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": NOBODY} | offline
+    with pytest.raises(SourceNotFound, match="cannot be reached") as failure:
+        locate_data_file("owner/data", "text.jsonl", COMMIT, environment=environment)
+    for part in ("owner/data", "text.jsonl", str(tmp_path), "huggingface-cli download --repo-type dataset owner/data"):
+        assert part in str(failure.value)
+
+
+def test_a_data_file_that_the_hub_does_not_have_is_told_apart(hub: str, tmp_path: Path) -> None:
+    """A misspelt id is no missing network."""
+    environment = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": hub}
+    with pytest.raises(SourceNotFound, match="does not exist at"):
+        locate_data_file("owner/other", "text.jsonl", COMMIT, environment=environment)

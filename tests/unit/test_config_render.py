@@ -40,7 +40,14 @@ def values(key: Key) -> st.SearchStrategy[object]:
         known = st.floats(0, 1, exclude_min=True)
     elif key.item_keys:
         glob = TEXT.filter(lambda text: text.strip() and "*" not in text)
-        known = st.lists(st.fixed_dictionaries({"layers": glob, "format": st.just("fp8")}), max_size=2)
+        known = st.lists(
+            st.fixed_dictionaries(
+                {"layers": glob, "format": st.just("fp8")}
+                if key.name == "overrides"
+                else {"path": glob, "weight": st.just(2.0)}
+            ),
+            max_size=2,
+        )
     elif key.types == (tuple,):
         known = st.lists(TEXT.filter(lambda text: text.strip() and "*" not in text), max_size=3)
     else:
@@ -67,7 +74,7 @@ FREE = [
     for key in leaves()
     if not key.path.startswith("source.")
     and key.path not in {"name", "engine.target", "engine.dtype", "quantization.format", "engine.max_seq_len"}
-    and key.path not in {"engine.max_batch_size", "serving.default_max_tokens"}
+    and key.path not in {"engine.max_batch_size", "serving.default_max_tokens", "calibration.dataset"}
     and key.path not in {"quality.confidence", "quality.tasks", "quality.min_task_score", "quality.max_task_drop"}
     and not key.noun.startswith("comma list")  # text of a form that random text does not have
 ]

@@ -47,6 +47,33 @@ def test_a_source_names_exactly_one_pinned_checkpoint(tmp_path: Path, source: st
 
 
 @pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("{weight: 2}", "item 1 needs exactly one of path and hub."),
+        (f"{{path: a, hub: o/n, revision: {COMMIT}, file: a}}", "item 1 needs exactly one of path and hub."),
+        ("{path: a.jsonl, file: b}", "item 1 has a path; revision and file belong to a hub id."),
+        (f"{{hub: o/n, revision: {COMMIT}}}", "item 1 needs 'file'"),
+        (f"{{hub: o/n, revision: {COMMIT}, file: ../a}}", "item 1 needs 'file'"),
+        ("{hub: o/n, file: a.jsonl, revision: main}", "o/n is not pinned"),
+        ("{hub: ./n, file: a.jsonl}", "'./n' is not a hub id."),
+        ("{path: a.jsonl, weight: 0}", "0 is not a number above 0."),
+    ],
+)
+def test_a_calibration_set_names_one_file_and_is_pinned(tmp_path: Path, item: str, expected: str) -> None:
+    """Each item is a file, or a file of a data set at a commit."""
+    (found,) = problems(tmp_path, f"source: {{path: a}}\ncalibration:\n  datasets: [{item}]")
+    assert expected in found
+    assert "calibration.datasets" in found
+
+
+def test_the_calibration_text_is_named_once(tmp_path: Path) -> None:
+    """The short and the long form together are ambiguous."""
+    text = "source: {path: a}\ncalibration: {dataset: a.jsonl, datasets: [{path: b.jsonl}]}"
+    (found,) = problems(tmp_path, text)
+    assert "the text is named twice" in found
+
+
+@pytest.mark.parametrize(
     "source",
     ["{path: a}", "{gguf: a.gguf}", "{package: p, file: m/f.gguf}", f"{{hub: gpt2, revision: {COMMIT}}}"],
 )

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import CalibrationConfig
 from pipeline.errors import BadTokenizer, ConfigError, Unreadable
-from pipeline.quantize.calibration import (
-    SHIPPED_CALIBRATION,
-    SHIPPED_HELD,
-    Document,
-    TextEncoder,
-    digest_rows,
-    draw_rows,
-    read_documents,
-    sample,
-)
+from pipeline.quantize.calibration import TextSet, _shares, digest_rows, draw_rows, sample, text_sets, warnings
+from pipeline.quantize.documents import SHIPPED_CALIBRATION, SHIPPED_HELD, Document, common_documents, read_documents
+from pipeline.quantize.text_encoder import TextEncoder
 from tests.support.checkpoints import tiny_tokenizer
 
 pytestmark = pytest.mark.fast
@@ -128,7 +123,7 @@ def test_the_seed_alone_decides_the_rows(tokenizer: Path) -> None:
         draw_rows(_texts(20), encoder, num_samples=4, max_seq_len=32, seed=seed) for seed in (7, 7, 8)
     )
     assert first == again
-    assert first.record["ids_sha256"] != other.record["ids_sha256"]
+    assert digest_rows(first.rows) != digest_rows(other.rows)
 
 
 def test_the_digest_sees_where_rows_begin() -> None:
@@ -174,11 +169,11 @@ def test_too_little_user_text_says_how_many_sequences_it_gives(tokenizer: Path, 
     path = tmp_path / "text.txt"
     path.write_text("\n\n".join(document.text for document in _texts(4)))
     with pytest.raises(ConfigError, match="num_samples asks for 500") as raised:
-        sample(path, tokenizer, num_samples=500, max_seq_len=16)
+        sample([TextSet(path=path, name=path.name)], tokenizer, num_samples=500, max_seq_len=16)
     works = int(raised.value.hint.rstrip(".").rpartition(" ")[2])
-    assert len(sample(path, tokenizer, num_samples=works, max_seq_len=16).rows) == works
+    assert len(sample([TextSet(path=path, name=path.name)], tokenizer, num_samples=works, max_seq_len=16).rows) == works
     with pytest.raises(ConfigError):
-        sample(path, tokenizer, num_samples=works + 1, max_seq_len=16)
+        sample([TextSet(path=path, name=path.name)], tokenizer, num_samples=works + 1, max_seq_len=16)
 
 
 def test_less_than_one_row_of_user_text_says_how_many_tokens_it_has(tokenizer: Path, tmp_path: Path) -> None:
@@ -186,16 +181,16 @@ def test_less_than_one_row_of_user_text_says_how_many_tokens_it_has(tokenizer: P
     path = tmp_path / "text.txt"
     path.write_text("the capital of France is Paris, said the fox")
     with pytest.raises(ConfigError, match="gives 0 sequences") as raised:
-        sample(path, tokenizer, num_samples=1, max_seq_len=4096)
+        sample([TextSet(path=path, name=path.name)], tokenizer, num_samples=1, max_seq_len=4096)
     assert "lower calibration.max_seq_len" in raised.value.hint
 
 
 def test_the_shipped_sample_gives_what_it_has(tokenizer: Path) -> None:
     """The default never fails for want of text, and the record says how much was fed."""
-    drawn = sample(None, tokenizer, num_samples=10**6, max_seq_len=512)
+    drawn = sample(text_sets(CalibrationConfig()), tokenizer, num_samples=10**6, max_seq_len=512)
     assert 64 <= len(drawn.rows) < 10**6
     assert drawn.record["requested_sequences"] == 10**6
-    assert drawn.record["source"]["name"] == "shipped"
+    assert drawn.origin == "shipped"
 
 
 def test_shipped_calibration_and_held_text_share_no_twelve_words() -> None:
@@ -269,3 +264,98 @@ def test_a_broken_tokenizer_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadTokenizer, match=r"tokenizer\.json"):
         TextEncoder(tmp_path)
+
+
+def _written(directory: Path, **files: list[Document]) -> list[TextSet]:
+    sets = []
+    for name, documents in files.items():
+        path = directory / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps({"text": document.text}) for document in documents))
+        sets.append(TextSet(path=path, name=path.name))
+    return sets
+
+
+def _other_texts(count: int) -> list[Document]:
+    return [Document(text=f"{n} " + "Rome said the quick brown fox in Italy " * 12) for n in range(count)]
+
+
+def test_sets_share_the_rows_by_weight_and_alternate(tokenizer: Path, tmp_path: Path) -> None:
+    """Three to one is three rows of the first for each of the second, in every part of the calibration."""
+    first, second = _written(tmp_path, first=_texts(40), second=_other_texts(40))
+    weighted = [replace(first, weight=3.0), replace(second, weight=1.0)]
+    drawn = sample(weighted, tokenizer, num_samples=8, max_seq_len=32)
+    alone = {one.name: set(sample([one], tokenizer, num_samples=8, max_seq_len=32).rows) for one in (first, second)}
+    assert [row in alone["second.jsonl"] for row in drawn.rows[:4]].count(True) == 1
+    assert [row in alone["second.jsonl"] for row in drawn.rows[4:]].count(True) == 1
+    assert [(one["name"], one["weight"], one["sequences"]) for one in drawn.record["sets"]] == [
+        ("first.jsonl", 3.0, 6),
+        ("second.jsonl", 1.0, 2),
+    ]
+    assert drawn == sample(weighted, tokenizer, num_samples=8, max_seq_len=32)
+
+
+@pytest.mark.parametrize(("weights", "rows"), [((1, 1, 1), (4, 3, 3)), ((5, 1), (8, 2)), ((1000, 1), (10, 0))])
+def test_rows_left_over_go_to_the_largest_remainder(weights: tuple[float, ...], rows: tuple[int, ...]) -> None:
+    """Shares are whole rows and add up."""
+    assert tuple(_shares(weights, 10)) == rows
+
+
+def test_a_set_that_is_too_small_for_its_share_is_refused_with_numbers(tokenizer: Path, tmp_path: Path) -> None:
+    """The number in the hint works."""
+    sets = _written(tmp_path, large=_texts(200), small=_other_texts(2))
+    with pytest.raises(ConfigError) as raised:
+        sample(sets, tokenizer, num_samples=100, max_seq_len=16)
+    (problem,) = raised.value.problems
+    assert "small.jsonl gives" in problem.message
+    assert "its share is 50" in problem.message
+    works = int(raised.value.hint.rstrip(".").rpartition(" ")[2])
+    assert len(sample(sets, tokenizer, num_samples=works, max_seq_len=16).rows) == works
+
+
+def test_a_document_of_two_sets_counts_for_the_first(tokenizer: Path, tmp_path: Path) -> None:
+    """It is dropped from the second and said so."""
+    sets = _written(tmp_path, first=_texts(30), second=[*_texts(5), *_other_texts(30)])
+    record = sample(sets, tokenizer, num_samples=4, max_seq_len=32).record
+    assert [one["duplicates_of_other_sets_dropped"] for one in record["sets"]] == [0, 5]
+
+
+def test_lengths_are_told_by_their_quantiles(tokenizer: Path) -> None:
+    """Median, the length that nine of ten do not exceed, and how many are longer than a row."""
+    documents = [Document(text="a b c d e f g h " * n) for n in range(1, 11)]
+    record = draw_rows(documents, TextEncoder(tokenizer), num_samples=100, max_seq_len=64, seed=0).record
+    lengths = sorted(len(TextEncoder(tokenizer).encode(document)) for document in documents)
+    assert record["document_tokens"]["p50"] == lengths[5]
+    assert record["document_tokens"]["p90"] == lengths[9]
+    assert record["longer_than_a_row"] == sum(length > 64 for length in lengths)
+
+
+def test_text_that_calibrates_badly_is_told(tokenizer: Path, tmp_path: Path) -> None:
+    """Repeats, near-empty documents, short ones, and too few different tokens, each in its own words."""
+    documents = [*_texts(40, words=40), *_texts(20, words=40), *[Document(text=f"{n}") for n in range(40)]]
+    (one,) = _written(tmp_path, one=documents)
+    found = " ".join(warnings(sample([one], tokenizer, num_samples=8, max_seq_len=512).record))
+    for words in ("documents repeat another one", "fewer than 8 tokens", "distinct tokens in"):
+        assert words in found
+    (short,) = _written(tmp_path, short=_other_texts(60))
+    found = " ".join(warnings(sample([short], tokenizer, num_samples=2, max_seq_len=2048).record))
+    assert "packed from many short ones" in found
+
+
+def test_the_shipped_text_gives_no_warning(tokenizer: Path) -> None:
+    """The default is beyond reproach."""
+    drawn = sample(text_sets(CalibrationConfig()), tokenizer, num_samples=64, max_seq_len=512)
+    assert warnings(drawn.record) == []
+
+
+def test_a_parquet_file_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    """It is not called broken text."""
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="is a Parquet file"):
+        read_documents(tmp_path / "a.parquet")
+
+
+def test_documents_are_common_whatever_their_case_and_spaces() -> None:
+    """A copy that was reformatted leaks as much as any."""
+    first = [Document(text="The  capital\nof France"), Document(messages=({"role": "user", "content": "Hi"},))]
+    second = [Document(text="the capital of france "), Document(text="hi"), Document(text="something else")]
+    assert common_documents(first, second) == 2
