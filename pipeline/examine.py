@@ -16,8 +16,9 @@ from pipeline.checkpoints.hub import locate_data_file
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
-from pipeline.config.rules import formats_of, planned, variants
+from pipeline.config.rules import formats_of
 from pipeline.config.schema import BuildConfig
+from pipeline.config.variants import planned, variants
 from pipeline.core.digest import FileHasher
 from pipeline.errors import ConfigError, Problem
 from pipeline.host.probe import HostProfile, probe

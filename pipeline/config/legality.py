@@ -23,6 +23,7 @@ from pipeline.config.rules import formats_of, layer_format, variants
 from pipeline.config.schema import BuildConfig, Format
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts
+from pipeline.config.variants import variants
 from pipeline.errors import Problem, Severity
 
 __all__ = ["ArchitectureFacts", "Gpu", "HostFacts", "check", "gpus", "least_sm", "table"]
@@ -165,7 +166,11 @@ def check(
     if architecture is not None:
         problems += _shapes(config, architecture)
     if config.quantization.format == "auto":
-        problems = [_blaming_candidates(problem) for problem in problems]
+        blamed = {"quantization.format"} | (set() if config.quantization.overrides else {"quantization.overrides"})
+        problems = [
+            replace(problem, where="quantization.auto.candidates") if problem.where in blamed else problem
+            for problem in problems
+        ]
     problems = [_placed(problem, provenance) for problem in dict.fromkeys(problems)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
 
@@ -179,11 +184,6 @@ def _shapes(config: BuildConfig, architecture: ArchitectureFacts) -> list[Proble
         if any(problem.severity == "error" for problem in problems):
             break
     return problems
-
-
-def _blaming_candidates(problem: Problem) -> Problem:
-    """A format that auto may choose is written among its candidates."""
-    return replace(problem, where="quantization.auto.candidates") if problem.where == "quantization.format" else problem
 
 
 def least_sm(target: str, quantization: str, kv_cache: str) -> int | None:

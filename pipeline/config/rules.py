@@ -95,37 +95,6 @@ def formats_of(quantization: QuantizationConfig) -> tuple[Format, ...]:
     return tuple(form for form in named if form not in UNQUANTIZED) or (quantization.format,)
 
 
-def variants(config: BuildConfig) -> tuple[BuildConfig, ...]:
-    """The config; with format auto, one config for each candidate as the format of every layer that is searched.
-
-    What holds for each of them holds for each layer of what the search chooses.
-    """
-    quantization = config.quantization
-    if quantization.format != "auto":
-        return (config,)
-    return tuple(_with_format(config, name) for name in quantization.auto.candidates)
-
-
-def planned(config: BuildConfig) -> BuildConfig:
-    """The config; with format auto, one that takes no less memory than what the search will choose.
-
-    That is the narrowest candidate whose codes have the bits of the budget, or 16 bit.
-    """
-    quantization = config.quantization
-    if quantization.format != "auto":
-        return config
-    enough = [
-        name for name in quantization.auto.candidates if CODE_BITS[name] >= (quantization.auto.effective_bits or 16)
-    ]
-    whole: Format = "bf16" if config.engine.dtype == "bfloat16" else "fp16"
-    return _with_format(config, min(enough, key=CODE_BITS.__getitem__, default=whole))
-
-
-def _with_format(config: BuildConfig, name: Format) -> BuildConfig:
-    quantization = config.quantization.model_copy(update={"format": name})
-    return config.model_copy(update={"quantization": quantization})
-
-
 def is_grouped(form: Format, target: str) -> bool:
     """Whether weights share scales in groups of group_size; trtllm-build takes one scale per output for int4_wo."""
     return form in AWQ or (form == "int4_wo" and target in ("openvino", "vllm"))
@@ -271,6 +240,10 @@ def _auto(config: BuildConfig) -> Iterator[Finding]:
                 yield Finding(keys=keys, message=message, hint="Remove it, or set format: auto.", severity="warning")
         return
     yield from _budget(config)
+    if config.engine.target == "vllm":
+        message = "a choice for each layer is not written for vLLM."
+        hint = "Name one format, and layers that stay at 16 bit in exclude; or set engine.target: tensorrt_llm_llmapi."
+        yield Finding(keys=("quantization.format", "engine.target"), message=message, hint=hint)
     for name in sorted({name for name in auto.candidates if auto.candidates.count(name) > 1 or name in UNQUANTIZED}):
         message = "16 bit always is a candidate." if name in UNQUANTIZED else f"'{name}' is named twice."
         yield Finding(keys=("quantization.auto.candidates",), message=message, hint=f"Remove {name}.")

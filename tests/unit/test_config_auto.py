@@ -8,8 +8,9 @@ import pytest
 
 from pipeline.config.legality import check
 from pipeline.config.load import load
-from pipeline.config.rules import formats_of, planned, variants
+from pipeline.config.rules import formats_of
 from pipeline.config.schema import BuildConfig
+from pipeline.config.variants import planned, variants
 from pipeline.errors import ConfigError
 from pipeline.planner.needs import checkpoint_bytes, needs, parameters
 from tests.support.architectures import LLAMA_8B
@@ -73,6 +74,16 @@ def test_a_search_that_makes_no_sense_is_refused(tmp_path: Path, auto: str, expe
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert f"quantization.auto.{expected}" in "\n".join(map(str, caught.value.problems))
+
+
+def test_it_is_not_for_vllm(tmp_path: Path) -> None:
+    """Whose checkpoints are written with one format for all."""
+    path = tmp_path / "x.yaml"
+    auto = "auto: {effective_bits: 9, candidates: [fp8]}"
+    engine = "engine: {target: vllm, gpu: H100}"
+    path.write_text(f"name: a\nsource: {{path: m}}\nquantization: {{format: auto, {auto}}}\n{engine}\n")
+    with pytest.raises(ConfigError, match=r"quantization\.format: a choice for each layer is not written for vLLM"):
+        load(path)
 
 
 def test_without_format_auto_its_section_has_no_effect(tmp_path: Path) -> None:
