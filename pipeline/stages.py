@@ -578,8 +578,12 @@ def _text_identity(calibration: CalibrationConfig, hasher: FileHasher) -> Mappin
         }
         for one in calibration.datasets
     ]
-    identity = calibration.model_dump(mode="json") | {"dataset": _file_identity(calibration.dataset, hasher)}
-    return identity | {"datasets": sets}
+    # AWQ averages over passes, and a product may round otherwise in another batch, so the size of one counts.
+    return calibration.model_dump(mode="json") | {
+        "dataset": _file_identity(calibration.dataset, hasher),
+        "datasets": sets,
+        "batch_size": calibration.sequences_per_pass,
+    }
 
 
 def _reference_identity(directory: Path | None, hasher: FileHasher) -> str | None:

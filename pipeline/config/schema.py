@@ -125,6 +125,10 @@ class QuantizationConfig(Section):
     auto: AutoConfig = Field(default_factory=AutoConfig)
 
 
+TOKENS_PER_PASS = 2048
+"""Enough for a CPU's or GPU's full speed in a matrix product, and few enough for the logits of a large vocabulary."""
+
+
 class CalibrationSet(Section):
     """One of several texts: a file, or a file of a data set on the hub."""
 
@@ -148,8 +152,18 @@ class CalibrationConfig(Section):
     )
     num_samples: int = Field(default=64, ge=1, description="Sequences fed.")
     max_seq_len: int = Field(default=512, ge=8, description="Tokens per sequence; longer text is cut.")
-    batch_size: int = Field(default=4, ge=1, description="Sequences per forward pass.")
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences per forward pass; empty takes as many as have 2048 tokens, on any machine. A pass that "
+        "does not fit into memory is halved.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampling.")
+
+    @property
+    def sequences_per_pass(self) -> int:
+        """`batch_size`, or what it is where it is empty: of the config alone, so that every machine feeds the same."""
+        return self.batch_size or max(1, TOKENS_PER_PASS // self.max_seq_len)
 
 
 class SparsityConfig(Section):

@@ -124,12 +124,13 @@ def _scoring(model: Shapes, config: BuildConfig) -> Need:
     each candidate changes in them; the other layers are computed again when the gradient gets there.
     """
     linear, tables = parameters(model)
-    tokens = config.calibration.batch_size * config.calibration.max_seq_len
+    tokens = config.calibration.sequences_per_pass * config.calibration.max_seq_len
     head = tokens * model.vocab_size * 4
     outputs = sum(rows for name, (rows, _columns) in model.linears.items() if "lm_head" not in name)
     layer = tokens * outputs // max(1, model.num_hidden_layers) * (2 + len(config.quantization.auto.candidates))
     n_bytes = (linear + tables + head + layer) * FLOAT32 + RUNTIME_BYTES
-    why = f"float32 copy, logits and one layer for {config.calibration.batch_size} sequences (calibration.batch_size)"
+    fed = config.calibration.sequences_per_pass
+    why = f"float32 copy, logits and one layer for {fed} sequences (calibration.batch_size)"
     return Need(what="score memory", n_bytes=n_bytes, why=why)
 
 

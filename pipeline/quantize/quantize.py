@@ -153,7 +153,7 @@ def quantize(
         if job.family is not None and job.family.decoder is None:
             settled = _copy(job, out)
         else:
-            settled = _make(job, rows, calibration.batch_size, out)
+            settled = _make(job, rows, calibration.sequences_per_pass, out)
     writing.write_json(out / "quantization.json", _describe(job, settled))
     writing.write_json(out / "calibration.json", {"source": None, "sequences": 0} if rows is None else rows.record)
 

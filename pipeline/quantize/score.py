@@ -74,7 +74,7 @@ def score(
         )
         parameters = sum(parameter.numel() for parameter in model.parameters())
         kept = [name for name in linears if name not in searched]
-        scored = _search(model, kept, quantization, _Feed(model, rows, calibration.batch_size, progress))
+        scored = _search(model, kept, quantization, _Feed(model, rows, calibration.sequences_per_pass, progress))
     weights = {name: outputs * inputs for name, (outputs, inputs) in linears.items()}
     groups = tuple(
         Group(

@@ -67,7 +67,7 @@ def sparsify(
     with quiet_transformers():
         model = load_model(source.path, "float32", progress)
         progress.note(f"sparsify {len(layers)} layers by {sparsity.method}")
-        loop = None if rows is None else _forward_loop(rows, calibration.batch_size, progress)
+        loop = None if rows is None else _forward_loop(rows, calibration.sequences_per_pass, progress)
         modelopt.sparsify_in_place(model, sparsity.method, layers, loop)
     live = {f"{name}.weight": model.get_parameter(f"{name}.weight").data for name in layers}
     _check(live)

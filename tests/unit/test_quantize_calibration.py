@@ -359,3 +359,12 @@ def test_documents_are_common_whatever_their_case_and_spaces() -> None:
     first = [Document(text="The  capital\nof France"), Document(messages=({"role": "user", "content": "Hi"},))]
     second = [Document(text="the capital of france "), Document(text="hi"), Document(text="something else")]
     assert common_documents(first, second) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "sequences"),
+    [({}, 4), ({"max_seq_len": 128}, 16), ({"max_seq_len": 8192}, 1), ({"batch_size": 3, "max_seq_len": 8}, 3)],
+)
+def test_a_pass_has_as_many_sequences_as_the_config_alone_says(config: dict[str, int], sequences: int) -> None:
+    """About 2048 tokens where nothing is written, on every machine, so that every machine finds the same ranges."""
+    assert CalibrationConfig(**config).sequences_per_pass == sequences
