@@ -16,7 +16,7 @@ from pipeline.checkpoints.hub import locate_data_file
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
 from pipeline.config.load import LoadedConfig
-from pipeline.config.rules import formats_of
+from pipeline.config.rules import format_label, formats_of
 from pipeline.config.schema import BuildConfig
 from pipeline.config.variants import planned, variants
 from pipeline.core.digest import FileHasher
@@ -42,6 +42,11 @@ class Build:
     architecture: Architecture
     problems: tuple[Problem, ...]
     made: Made | None = None
+
+    @property
+    def label(self) -> str:
+        """What a person calls the formats of this build."""
+        return format_label(self.config.quantization)
 
     @property
     def maker(self) -> str:
@@ -186,9 +191,9 @@ def deviations(config: BuildConfig) -> list[str]:
         return []
     from pipeline.targets.openvino import deviations as of_format
 
-    kv_cache, dynamic = config.quantization.kv_cache, config.engine.dynamic_quantization
-    said = (text for form in formats_of(config.quantization) for text in of_format(form, kv_cache, dynamic=dynamic))
-    return list(dict.fromkeys(said))
+    return of_format(
+        formats_of(config.quantization), config.quantization.kv_cache, dynamic=config.engine.dynamic_quantization
+    )
 
 
 def gpu_plan(build: Build) -> dict[str, Any]:
@@ -205,7 +210,7 @@ def gpu_plan(build: Build) -> dict[str, Any]:
         from pipeline.targets.tensorrt_llm.command import build_argv
         from pipeline.targets.tensorrt_llm.facts import QuantFacts
 
-        quant = QuantFacts.of_format(config.quantization.format, config.quantization.kv_cache, engine.dtype)
+        quant = QuantFacts.of_config(config.quantization, build.architecture.linears, engine.dtype)
         argv = build_argv(
             engine, quant=quant, checkpoint_dir="checkpoint", engine_dir="engine", architecture=build.architecture
         )

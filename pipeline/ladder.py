@@ -28,6 +28,7 @@ Outcome = Literal["pass", "fail", "inconclusive", "unproven", "unjudged"]
 """A verdict of the gate, or why there is none: a check of verify failed, or nothing was measured to judge by."""
 _SHOWN = 5
 _RECORDED = 50
+FORMAT_KEYS = ("quantization.format", "quantization.overrides")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,13 @@ class Rung:
     @property
     def label(self) -> str:
         """What a person calls it: the format, and what else the step changes."""
-        others = (f"{path}={_text(value)}" for path, value in self.changes.items() if path != "quantization.format")
-        return " ".join((self.build.config.quantization.format, *others))
+        others = (f"{path}={_text(value)}" for path, value in self.changes.items() if path not in FORMAT_KEYS)
+        return " ".join((self.build.label, *others))
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
         changes = {path: _text(value) for path, value in self.changes.items()}
-        return {"format": self.build.config.quantization.format, "label": self.label, "changes": changes}
+        return {"format": self.build.label, "label": self.label, "changes": changes}
 
 
 @dataclass(frozen=True, kw_only=True)

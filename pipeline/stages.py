@@ -325,7 +325,7 @@ def _verify(
 def _gate(build: Build, choice: Mapping[str, Any]) -> Step:
     """Judge what verify measured by the limits of `quality`; nothing is compiled that does not pass."""
     quality = build.config.quality
-    told: dict[str, Any] = {"format": build.config.quantization.format, "rejected": [], **choice}
+    told: dict[str, Any] = {"format": build.label, "rejected": [], **choice}
 
     def run(ctx: StepContext) -> None:
         from pipeline.quantize.proof import read_report

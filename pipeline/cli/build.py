@@ -232,7 +232,7 @@ def _report(
             {
                 "name": build.config.name,
                 "stages": {name: _result_document(result) for name, result in results.items()},
-                "format": build.config.quantization.format,
+                "format": build.label,
                 "verification": _verification(results),
                 "quality": _quality(results),
                 "choice": _choice(results),
@@ -265,7 +265,7 @@ def _report(
         click.echo(f"\nrejected:   {step['label']} ({step['verdict']}): {'; '.join(step['reasons'])}")
     quality = _quality(results)
     if quality:
-        click.echo(f"\nquality:    {build.config.quantization.format}: {quality['verdict']}")
+        click.echo(f"\nquality:    {build.label}: {quality['verdict']}")
         for measure in quality["measures"]:
             click.echo(f"  {output.interval(measure)}")
     if repository is not None:

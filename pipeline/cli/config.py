@@ -37,7 +37,7 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     architecture = build.architecture
     click.echo(
         f"{config}: ok. {architecture.architecture}, {architecture.num_hidden_layers} layers, "
-        f"{build.config.quantization.format} for {build.config.engine.target}"
+        f"{build.label} for {build.config.engine.target}"
     )
 
 

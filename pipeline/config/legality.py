@@ -154,7 +154,7 @@ def check(
         Every problem, errors first; an empty list means that nothing speaks against the build.
     """
     problems: list[Problem] = []
-    for form in formats_of(config.quantization):
+    for form in formats_of(config.quantization, () if architecture is None else architecture.linears):
         facts = _facts(config, form, architecture)
         if layout is not None:
             facts = {name: fact for name, fact in facts.items() if name not in _OF_OUR_FORMATS} | {"layout": layout}
@@ -202,10 +202,12 @@ def least_sm(target: str, quantization: str, kv_cache: str) -> int | None:
 def _facts(config: BuildConfig, form: Format, architecture: ArchitectureFacts | None) -> dict[str, Fact]:
     """The facts of one of the config's formats."""
     engine, quantization = config.engine, config.quantization
+    present = formats_of(quantization, () if architecture is None else architecture.linears)
     facts: dict[str, Fact] = {
         "target": engine.target,
         "format": form,
-        "mixed": len(formats_of(quantization)) > 1,
+        "mixed": len(present) > 1,
+        "with_fp8": "fp8" in present,
         "kv_cache": quantization.kv_cache,
         "group_size": quantization.group_size,
         "awq": quantization.awq,

@@ -85,14 +85,24 @@ def layer_format(quantization: QuantizationConfig, name: str) -> Format | None:
     return None if chosen in UNQUANTIZED else chosen
 
 
-def formats_of(quantization: QuantizationConfig) -> tuple[Format, ...]:
+def formats_of(quantization: QuantizationConfig, layers: Iterable[str] = ()) -> tuple[Format, ...]:
     """Every format that layers may take, the main one first; a 16-bit one only where it is the only one.
 
-    With format auto, its candidates are in its place.
+    With format auto, its candidates are in its place. With `layers`, only what those do take.
     """
     main = quantization.auto.candidates if quantization.format == "auto" else (quantization.format,)
     named: dict[Format, None] = dict.fromkeys((*main, *(override.format for override in quantization.overrides)))
-    return tuple(form for form in named if form not in UNQUANTIZED) or (quantization.format,)
+    found = tuple(form for form in named if form not in UNQUANTIZED) or (quantization.format,)
+    taken = {layer_format(quantization, name) for name in layers} - {None}
+    if not taken or "auto" in taken:
+        return found
+    return tuple(form for form in found if form in taken)
+
+
+def format_label(quantization: QuantizationConfig) -> str:
+    """What a person calls the formats of a build: 'int4_awq', or 'int4_awq, int8_wo in *.down_proj'."""
+    others = (f"{override.format} in {override.layers}" for override in quantization.overrides)
+    return ", ".join((quantization.format, *others))
 
 
 def is_grouped(form: Format, target: str) -> bool:

@@ -78,6 +78,7 @@ def check(
     yield from _heads_and_experts(config, architecture, quantized)
     yield from _fusion(config, formats, fused)
     yield from _split(config, quantized, row_parallel)
+    yield from _stages(config, architecture, formats)
     grouped = {name: form for name, form in formats.items() if form and is_grouped(form, config.engine.target)}
     if grouped:
         yield from _groups(config, {name: quantized[name] for name in grouped}, row_parallel)
@@ -248,6 +249,33 @@ def _split(
         fitting = [n for n in range(1, tensor) if all(width % n == 0 for width in axes.values())]
         message = f"{tensor} does not divide the features of {_layers(len(bad))}: {_listed(bad)}."
         yield _error("engine.tensor_parallel_size", message, f"Use {_any_of(fitting)}.")
+
+
+def _stages(
+    config: BuildConfig, architecture: ArchitectureFacts, formats: Mapping[str, Format | None]
+) -> Iterator[Problem]:
+    """Whether equal layers of all pipeline stages have one format: quant_cfg.json is one for all of them.
+
+    It names layers as an engine does, from 0 on in every stage (NVIDIA/TensorRT-LLM tensorrt_llm/quantization/
+    quantize.py looks the names of a rank's own modules up in it).
+    """
+    stages = config.engine.pipeline_parallel_size
+    mixed = len({form for form in formats.values() if form}) > 1
+    if config.engine.target != "tensorrt_llm" or stages == 1 or not mixed or architecture.num_hidden_layers % stages:
+        return
+    size = architecture.num_hidden_layers // stages
+    places: dict[tuple[int, str], set[Format | None]] = {}
+    for name, form in formats.items():
+        found = re.search(r"\.(\d+)\.", name)
+        if found:
+            places.setdefault((int(found[1]) % size, name[found.end() :]), set()).add(form)
+    unequal = [f"{kind} of layer {index}" for (index, kind), chosen in places.items() if len(chosen) > 1]
+    if unequal:
+        message = (
+            f"quant_cfg.json counts layers from 0 in each of {stages} pipeline stages, so layers {size} apart must "
+            f"have one format; {unequal[0]} and {len(unequal) - 1} more do not."
+        )
+        yield _error("quantization.overrides", message, "Override equal layers of every stage, or use one stage.")
 
 
 def _groups(

@@ -6,9 +6,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from pipeline.config.rules import covers
 from pipeline.errors import IntegrityError, Unreadable
 from pipeline.quantize.reference import LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo
@@ -23,6 +25,8 @@ FORMAT_OF_ALGORITHM: Mapping[str | None, LinearFormat] = {
     "W8A16": "int8_wo",
     "W4A16": "int4_wo",
 }
+MIXED = "MIXED_PRECISION"  # upstream's quant_algo of a checkpoint whose layers have several
+CheckpointFormat = LinearFormat | Literal["mixed"]
 CODES = frozenset({"F8_E4M3", "I8", "U8"})  # dtypes that hold codes, never numbers
 
 
@@ -55,14 +59,14 @@ class CheckpointReader(Protocol):
 
     Attributes:
         directory: where its config.json is.
-        format: how its quantized layers compute.
-        group_size: inputs per scale, None where there are no groups.
+        format: how its quantized layers compute; "mixed" where they do so in several ways.
+        group_size: inputs per scale, None where there are no groups, or several sizes.
         excluded: the exclude list as stored.
         kv_cache_algorithm: upstream's name of the KV cache format, None for 16 bit.
     """
 
     directory: Path
-    format: LinearFormat
+    format: CheckpointFormat
     group_size: int | None
     excluded: tuple[str, ...]
     kv_cache_algorithm: str | None
@@ -79,6 +83,10 @@ class CheckpointReader(Protocol):
 
     def quantized_modules(self) -> tuple[str, ...]:
         """Names of the layers whose weight is stored as codes, in model order."""
+        ...
+
+    def format_of(self, module: str) -> LinearFormat:
+        """How a layer computes according to the checkpoint's own config."""
         ...
 
     def linear(self, module: str) -> QuantizedLinear:
@@ -142,13 +150,66 @@ def format_of(quantization: Mapping[str, Any], file: Path) -> LinearFormat:
         IntegrityError: its quant_algo is not one this project defines.
     """
     algorithm = quantization.get("quant_algo")
+    if algorithm == "W4A16_AWQ" and quantization.get("pre_quant_scale") is False:
+        return "int4_wo"  # ModelOpt calls all int4 in groups AWQ; nothing was weighed by activations here
     if algorithm not in FORMAT_OF_ALGORITHM:
         known = ", ".join(str(name) for name in FORMAT_OF_ALGORITHM if name)
         raise IntegrityError(f"{file}: quant_algo {algorithm!r} is not one this reader knows ({known}).")
     return FORMAT_OF_ALGORITHM[algorithm]
 
 
-def format_name(format_: LinearFormat, dtype: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a checkpoint's own config says about its layers.
+
+    Attributes:
+        format: of every quantized layer, or "mixed".
+        group_size: inputs per scale where one format is for all.
+        excluded: globs of layers at 16 bit, where one format is for all.
+        layers: layer -> (format, group size), where formats are mixed; the others are at 16 bit.
+    """
+
+    format: CheckpointFormat
+    group_size: int | None = None
+    excluded: tuple[str, ...] = ()
+    layers: Mapping[str, tuple[LinearFormat, int | None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, quantization: Mapping[str, Any], listed: Mapping[str, Any], file: Path) -> Declared:
+        """Read a `quantization` section.
+
+        Args:
+            quantization: the section that names the algorithm of all.
+            listed: layer -> its own section, where the algorithm is MIXED_PRECISION.
+            file: for messages.
+
+        Raises:
+            IntegrityError: a quant_algo is not one this project defines, or nothing is listed.
+        """
+        if quantization.get("quant_algo") != MIXED:
+            return cls(
+                format=format_of(quantization, file),
+                group_size=quantization.get("group_size"),
+                excluded=tuple(sorted(quantization.get("exclude_modules") or ())),
+            )
+        if not listed:
+            raise IntegrityError(f"{file}: quant_algo is {MIXED}, and quantized_layers lists no layer.")
+        layers = {name: (format_of(section, file), section.get("group_size")) for name, section in listed.items()}
+        sizes = {size for _, size in layers.values() if size is not None}
+        return cls(format="mixed", group_size=sizes.pop() if len(sizes) == 1 else None, layers=layers)
+
+    def format_of(self, name: str) -> LinearFormat:
+        """How the layer `name` computes."""
+        if self.format == "mixed":
+            return self.layers.get(name, ("float", None))[0]
+        return "float" if covers(self.excluded, name) else self.format
+
+    def group_size_of(self, name: str) -> int | None:
+        """Inputs per scale of the layer `name`, None without groups."""
+        return self.layers.get(name, ("float", None))[1] if self.format == "mixed" else self.group_size
+
+
+def format_name(format_: CheckpointFormat, dtype: str) -> str:
     """The config's word for a format whose unquantized tensors are of `dtype`."""
     if format_ != "float":
         return format_

@@ -20,7 +20,7 @@ from pipeline.quantize.diagnosis import Suspect, input_cause, largest_step_error
 from pipeline.quantize.limits import Limits
 from pipeline.quantize.numerics import norm, relative_l2, sqnr_db, sum_of_squares
 from pipeline.quantize.readers import HuggingFaceReader
-from pipeline.quantize.reference import PACKED, SMOOTHED, QuantizedLinear
+from pipeline.quantize.reference import PACKED, SMOOTHED, LinearFormat, QuantizedLinear
 from pipeline.quantize.side_by_side import in_order, row_blocks
 from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, FloatRows, TensorFiles
@@ -42,16 +42,24 @@ def folded_scales(source: HuggingFaceReader, reader: CheckpointReader) -> dict[s
     p = exported weight / source weight, and 1 where the source's is 0 (that input is always 0). Only
     the Hugging Face export of AWQ folds; elsewhere a changed norm is an error that `check_plain_tensors` reports.
     """
-    if reader.format not in PACKED & SMOOTHED or not isinstance(reader, HuggingFaceReader):
+    if not isinstance(reader, HuggingFaceReader):
         return {}
     scales: dict[str, FloatArray] = {}
     for name in source.tensors:
-        if name.split(".")[-2] not in FOLDS or not name.endswith(".weight") or not reader.has_tensor(name):
+        readers = norm_readers(name)
+        if not any(reader.format_of(layer) in PACKED & SMOOTHED for layer in readers) or not reader.has_tensor(name):
             continue
         before, after = source.tensor(name), reader.tensor(name)
         if after.shape == before.shape and not np.array_equal(after, reader.rounded(name, before)):
             scales[name] = np.where(before == 0, 1, after / np.where(before == 0, 1, before)).astype(np.float32)
     return scales
+
+
+def norm_readers(name: str) -> list[str]:
+    """The layers that read the output of the norm whose weight is called `name`; none for other parameters."""
+    module, _, parameter = name.rpartition(".")
+    layer, _, norm_name = module.rpartition(".")
+    return [f"{layer}.{reader}" for reader in FOLDS.get(norm_name, ())] if parameter == "weight" else []
 
 
 def check_plain_tensors(
@@ -127,11 +135,9 @@ def _is_copy(source: SourceReader, reader: CheckpointReader, name: str) -> bool:
 def _bad_fold(name: str, p: FloatArray, quantized: set[str]) -> Iterator[tuple[str, str, str]]:
     """Problems of a norm that differs from the source's in a checkpoint where norms may carry p."""
     module = name.rpartition(".")[0]
-    layer, _, norm_name = module.rpartition(".")
-    readers = [f"{layer}.{reader}" for reader in FOLDS[norm_name]]
     if not (np.isfinite(p) & (p > 0)).all():
         yield module, f"{name}: its ratio to the source is not finite and positive everywhere", "corrupted tensor"
-    for reader in readers:
+    for reader in norm_readers(name):
         if reader not in quantized:
             yield module, f"{name} carries a pre-quant scale, and {reader}, which reads it, is not quantized", ""
 
@@ -140,7 +146,7 @@ def check_layers(
     source: HuggingFaceReader,
     reader: CheckpointReader,
     probes: TensorFiles | None,
-    limits: Limits,
+    limits: Mapping[LinearFormat, Limits],
     folded: Mapping[str, FloatArray],
     *,
     skip: frozenset[str],
@@ -152,7 +158,7 @@ def check_layers(
         source: the source checkpoint, unrounded.
         reader: the quantized checkpoint.
         probes: `<module>.input` and `<module>.output`, see `probes`; None when nothing was recorded.
-        limits: of the format.
+        limits: of each format.
         folded: from `folded_scales`.
         skip: layers whose structure is broken already.
         progress: told of each layer.
@@ -173,7 +179,7 @@ def check_layers(
             )
 
     def check(pair: _Pair) -> list[Check]:
-        return _check_layer(pair, source, probes, limits)
+        return _check_layer(pair, source, probes, limits[pair.layer.format])
 
     checks: list[Check] = []
     with progress.track("verify layers", len(modules), "layers") as advance:

@@ -23,7 +23,7 @@ Measured on SmolLM2-135M-Instruct (source dequantized from Q4_1), the smallest m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.config.schema import VerifyConfig
@@ -92,10 +92,29 @@ LIMITS: Mapping[LinearFormat, Limits] = {
 
 def limits_for(format_: LinearFormat, config: VerifyConfig) -> Limits:
     """The limits of a format, with those that `config` sets in their place."""
+    return _with_chosen(LIMITS[format_], config)
+
+
+def limits_of_mix(formats: Iterable[LinearFormat], config: VerifyConfig) -> Limits:
+    """The limits of a checkpoint whose layers have these formats; a layer's own are those of its format.
+
+    End to end each limit is that of the format that is allowed most: a mixture is between its parts, and how far
+    depends on which layers are which. It catches what is broken; `verify.*` makes a tighter promise.
+    """
+    parts = [LIMITS[form] for form in formats]
+    whole = replace(
+        max(parts, key=lambda part: part.max_kl),
+        min_top1_agreement=min(part.min_top1_agreement for part in parts),
+        max_perplexity_increase=max(part.max_perplexity_increase for part in parts),
+    )
+    return _with_chosen(whole, config)
+
+
+def _with_chosen(limits: Limits, config: VerifyConfig) -> Limits:
     chosen = {
         "max_layer_error": config.max_layer_error,
         "max_kl": config.max_kl,
         "min_top1_agreement": config.min_top1_agreement,
         "max_perplexity_increase": config.max_perplexity_increase,
     }
-    return replace(LIMITS[format_], **{name: value for name, value in chosen.items() if value is not None})
+    return replace(limits, **{name: value for name, value in chosen.items() if value is not None})

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from pipeline.config.rules import covers
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.progress import Progress
 from pipeline.errors import ConfigError, HostError, ToolError
@@ -26,7 +27,7 @@ from pipeline.quantize.numerics import Distribution
 from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import QuantizedLinear
 from pipeline.quantize.rounding import STATISTICS_BLOCK, TREE_STEP, round_fp8, round_integer, round_levels, round_nf4
-from pipeline.quantize.structure import is_excluded, linear_modules
+from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, cast
 from pipeline.quantize.verify import held_ids
 
@@ -136,7 +137,7 @@ class _RoundedReader:
 
     def linear(self, module: str) -> QuantizedLinear:
         """Read one linear layer, rounded or not."""
-        if is_excluded(module, self.excluded):
+        if covers(self.excluded, module):
             return self.plain.linear(module)
         layer = self.source.linear(module)
         weight = np.asarray(layer.codes, np.float32)
@@ -174,7 +175,7 @@ def probe(
         ToolError: bitsandbytes computes another NF4 than its paper defines.
     """
     original = HuggingFaceReader(source)
-    chosen = {name: shape for name, shape in linear_modules(original).items() if not is_excluded(name, excluded)}
+    chosen = {name: shape for name, shape in linear_modules(original).items() if not covers(excluded, name)}
     if not chosen:
         raise ConfigError("quantization.exclude leaves no layer to probe", hint="Exclude fewer modules.")
     for each in probes:

@@ -9,16 +9,16 @@ memory: every call reads what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import IntegrityError
 from pipeline.quantize.checkpoint_reader import (
     CODES,
+    CheckpointFormat,
     CheckpointReader,
+    Declared,
     format_name,
-    format_of,
     model_order,
     read_json,
     sixteen_bit_dtype,
@@ -44,11 +44,6 @@ def read_quantized(directory: Path) -> CheckpointReader:
     return HuggingFaceReader(directory)
 
 
-def _without_smoothing(declared: LinearFormat, quantization: Mapping[str, Any]) -> LinearFormat:
-    """ModelOpt calls all int4 in groups AWQ; without pre-quant scales nothing was weighed by activations."""
-    return "int4_wo" if declared == "int4_awq" and quantization.get("pre_quant_scale") is False else declared
-
-
 class HuggingFaceReader:
     """The unified Hugging Face layout; also reads a plain checkpoint, such as the source itself.
 
@@ -64,9 +59,10 @@ class HuggingFaceReader:
         self.tensors = TensorFiles(directory)
         file = directory / "hf_quant_config.json"
         quantization = read_json(file).get("quantization", {}) if file.exists() else {}
-        self.format: LinearFormat = _without_smoothing(format_of(quantization, file), quantization)
-        self.group_size: int | None = quantization.get("group_size")
-        self.excluded = tuple(sorted(quantization.get("exclude_modules") or ()))
+        self.declared = Declared.of(quantization, quantization.get("quantized_layers") or {}, file)
+        self.format: CheckpointFormat = self.declared.format
+        self.group_size: int | None = self.declared.group_size
+        self.excluded = self.declared.excluded
         self.kv_cache_algorithm: str | None = quantization.get("kv_cache_quant_algo")
 
     @property
@@ -88,6 +84,10 @@ class HuggingFaceReader:
                 if name.endswith(".weight") and info.dtype in CODES
             }
         )
+
+    def format_of(self, module: str) -> LinearFormat:
+        """How a layer computes according to hf_quant_config.json."""
+        return self.declared.format_of(module)
 
     def has_tensor(self, name: str) -> bool:
         """Whether `name` is stored here, under its own name or as the tied embedding."""
@@ -116,7 +116,7 @@ class HuggingFaceReader:
         stored_bias = self.tensor(bias) if bias in self.tensors else None
         if not self.has_tensor(weight):
             raise IntegrityError(f"{self.directory} lacks tensor {weight}.")
-        kind = self._kind(self.tensors[self._stored_name(weight)].dtype)
+        kind = self._kind(module, self.tensors[self._stored_name(weight)].dtype)
         zero_point, order = f"{module}.weight_zero_point", f"{module}.weight_input_order"
         if kind == "float":
             return QuantizedLinear(format=kind, codes=self.tensor(weight), bias=stored_bias)
@@ -132,10 +132,11 @@ class HuggingFaceReader:
             bias=stored_bias,
         )
 
-    def _kind(self, dtype: str) -> LinearFormat:
+    def _kind(self, module: str, dtype: str) -> LinearFormat:
         """How a weight of a storage type computes; several formats share one, and the declared one decides."""
-        packed: LinearFormat = self.format if self.format in PACKED else "int4_awq"
-        whole: LinearFormat = self.format if self.format in INT8 else "int8_sq"
+        declared = self.format_of(module) if self.format == "mixed" else self.format
+        packed: LinearFormat = declared if declared in PACKED else "int4_awq"
+        whole: LinearFormat = declared if declared in INT8 else "int8_sq"
         kinds: dict[str, LinearFormat] = {"F8_E4M3": "fp8", "I8": whole, "U8": packed}
         return kinds.get(dtype, "float")
 

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.rules import covers
 from pipeline.config.schema import CalibrationConfig, SparsityConfig
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -20,7 +21,6 @@ from pipeline.quantize.export import write_json
 from pipeline.quantize.rewrite import rewrite_source
 from pipeline.quantize.source_model import load_model, quiet_transformers, read_config, read_layout
 from pipeline.quantize.sparsity import SPARSITY
-from pipeline.quantize.structure import is_excluded
 
 if TYPE_CHECKING:
     import torch
@@ -81,11 +81,11 @@ def _select(linears: dict[str, tuple[int, int]], modules: list[str], sparsity: S
     unknown = [
         Problem(where="sparsity.exclude", message=f"'{glob}' matches no module of this model.")
         for glob in sparsity.exclude
-        if not any(is_excluded(name, (glob,)) for name in modules)
+        if not any(covers((glob,), name) for name in modules)
     ]
     if unknown:
         raise ConfigError("sparsity.exclude names modules that do not exist", problems=unknown)
-    layers = tuple(name for name in linears if not is_excluded(name, sparsity.exclude))
+    layers = tuple(name for name in linears if not covers(sparsity.exclude, name))
     rows, columns = _MULTIPLES[sparsity.method]
     odd = [
         Problem(where=name, message=f"{linears[name][0]} outputs and {linears[name][1]} inputs.")

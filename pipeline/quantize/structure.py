@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 
-from pipeline.quantize.checkpoint_reader import SourceReader
+from pipeline.quantize.checkpoint_reader import MIXED, SourceReader
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import PACKED, LinearFormat
@@ -67,13 +66,6 @@ def linear_modules(source: SourceReader) -> dict[str, tuple[int, int]]:
     }
 
 
-def is_excluded(module: str, patterns: tuple[str, ...]) -> bool:
-    """Whether an exclude list (globs of module names) keeps `module`, or a module around it, at 16 bit."""
-    parts = module.split(".")
-    around = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    return any(fnmatchcase(name, pattern) for name in around for pattern in patterns)
-
-
 def expected_tensors(source: SourceReader, reader: HuggingFaceReader) -> dict[str, Expected]:
     """Every tensor of the unified Hugging Face layout for this source and the export's format."""
     linears = linear_modules(source)
@@ -82,7 +74,7 @@ def expected_tensors(source: SourceReader, reader: HuggingFaceReader) -> dict[st
     expected: dict[str, Expected] = {}
     for name, info in source.tensors.items():
         module = name.removesuffix(".weight")
-        if reader.format != "float" and module in linears and not is_excluded(module, reader.excluded):
+        if module in linears and reader.format_of(module) != "float":
             expected |= _quantized_tensors(module, linears[module], plain, reader)
         else:
             optional = name == "lm_head.weight" and tied
@@ -101,8 +93,9 @@ def _quantized_tensors(
     """The tensors of one quantized layer; `plain` is the dtype of what is not quantized."""
     rows, columns = shape
     scalar = Expected(dtypes=("F32",), shape=())
-    smoothing = Expected(dtypes=(plain,), shape=(columns,), optional=reader.format in PACKED)
-    groups = columns // (reader.group_size or columns)
+    form, group_size = reader.format_of(module), reader.declared.group_size_of(module)
+    smoothing = Expected(dtypes=(plain,), shape=(columns,), optional=form in PACKED)
+    groups = columns // (group_size or columns)
     grouped = {
         "weight": Expected(dtypes=("U8",), shape=(rows // 2, columns)),
         "weight_scale": Expected(dtypes=("F32",), shape=(rows, groups)),
@@ -124,7 +117,7 @@ def _quantized_tensors(
         },
         "w4a8_awq": {**grouped, "pre_quant_scale": smoothing, "weight_scale_2": scalar, "input_scale": scalar},
     }
-    return {f"{module}.{suffix}": tensor for suffix, tensor in per_format[reader.format].items()}
+    return {f"{module}.{suffix}": tensor for suffix, tensor in per_format[form].items()}
 
 
 def _missing(expected: Mapping[str, Expected], reader: HuggingFaceReader) -> Broken:
@@ -156,9 +149,10 @@ def _wrong_shape(expected: Mapping[str, Expected], reader: HuggingFaceReader) ->
             continue
         module, _, suffix = name.rpartition(".")
         cause = ""
-        if suffix == "weight_scale" and reader.group_size and len(info.shape) == len(tensor.shape) and info.shape[-1]:
-            columns = tensor.shape[-1] * reader.group_size
-            cause = f"wrong group size: {reader.group_size} is declared, the scales are for {columns // info.shape[-1]}"
+        group_size = reader.declared.group_size_of(module)
+        if suffix == "weight_scale" and group_size and len(info.shape) == len(tensor.shape) and info.shape[-1]:
+            columns = tensor.shape[-1] * group_size
+            cause = f"wrong group size: {group_size} is declared, the scales are for {columns // info.shape[-1]}"
         elif info.shape == tensor.shape[::-1]:
             cause = "the tensor is transposed"
         yield module, f"tensor {name} is {list(info.shape)}, {list(tensor.shape)} was expected", cause
@@ -178,14 +172,23 @@ def _bad_scales(reader: HuggingFaceReader) -> Broken:
 
 
 def _bad_excludes(source: SourceReader, reader: HuggingFaceReader) -> Broken:
-    """Layers whose storage contradicts the exclude list, which is how an engine decides what to load."""
+    """Layers whose storage contradicts the config's lists, which is how an engine decides what to load."""
     if reader.format == "float":
         return
-    quantized = set(reader.quantized_modules())
-    for module in linear_modules(source):
-        excluded = is_excluded(module, reader.excluded)
-        if excluded and module in quantized:
-            yield module, "the layer is quantized and the exclude list says that it is not", "exclude list too wide"
+    linears = linear_modules(source)
+    for module in reader.quantized_modules():
+        if module in linears and reader.format_of(module) == "float":
+            yield module, *unlisted(mixed=reader.format == "mixed")
+    for module in reader.declared.layers:
+        if module not in linears:
+            yield module, "quantized_layers lists it, and the source has no such layer", ""
+
+
+def unlisted(*, mixed: bool) -> tuple[str, str]:
+    """What is wrong with a quantized layer that the config says is at 16 bit, and the likely cause."""
+    if mixed:
+        return f"the layer is quantized and quantized_layers of {MIXED} does not list it", "missing entry"
+    return "the layer is quantized and the exclude list says that it is not", "exclude list too wide"
 
 
 def _wrong_config(source: SourceReader, reader: HuggingFaceReader) -> Broken:

@@ -10,11 +10,12 @@ modeling_utils.py). Unknown top-level keys become attributes there; unknown keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.schema import QuantizationConfig
+from pipeline.config.rules import AWQ
+from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 
 # NVIDIA/TensorRT-LLM tensorrt_llm/quantization/mode.py QuantAlgo.
@@ -49,9 +50,9 @@ class Ranks:
     pipeline: int = 1
 
 
-def padded_vocabulary(vocab_size: int, quantization: QuantizationConfig) -> int:
+def padded_vocabulary(vocab_size: int, formats: Collection[Format]) -> int:
     """The vocabulary of the checkpoint: AWQ formats pad it to a multiple of 64 (ModelOpt), others do not."""
-    if quantization.format not in {"int4_awq", "w4a8_awq"}:
+    if not set(AWQ).intersection(formats):
         return vocab_size
     return -(-vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
 
@@ -63,6 +64,7 @@ def checkpoint_config(
     *,
     dtype: str,
     excluded: Iterable[str] = (),
+    formats: Collection[Format] = (),
     producer: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write the config.json of a TensorRT-LLM checkpoint.
@@ -73,6 +75,7 @@ def checkpoint_config(
         ranks: what the checkpoint is cut for.
         dtype: "bfloat16" or "float16".
         excluded: TensorRT-LLM names of layers that stay at 16 bit, besides the ones that always do.
+        formats: what layers really have; without any, the main format. Of several, `layer_config` has the rest.
         producer: the tool that wrote the tensors.
 
     Raises:
@@ -88,11 +91,12 @@ def checkpoint_config(
     heads = hf["num_attention_heads"]
     head_size = hf.get("head_dim") or hf["hidden_size"] // heads
     base, scaling = rotary(hf)
+    kinds = tuple(dict.fromkeys(formats)) or (quantization.format,)
     config: dict[str, Any] = {
         "architecture": architecture,
         "dtype": dtype,
         "logits_dtype": "float16",  # as ModelOpt writes it for both 16-bit types
-        "vocab_size": padded_vocabulary(hf["vocab_size"], quantization),
+        "vocab_size": padded_vocabulary(hf["vocab_size"], kinds),
         "hidden_size": hf["hidden_size"],
         "intermediate_size": hf["intermediate_size"],
         "num_hidden_layers": hf["num_hidden_layers"],
@@ -119,7 +123,9 @@ def checkpoint_config(
             "tp_size": ranks.tensor,
             "pp_size": ranks.pipeline,
         },
-        "quantization": quantization_section(quantization, excluded),
+        "quantization": mixed_section(quantization)
+        if len(kinds) > 1
+        else quantization_section(quantization.model_copy(update={"format": kinds[0]}), excluded),
     }
     config |= _SPECIFIC[architecture](hf)
     if "moe" in config:
@@ -134,11 +140,37 @@ def quantization_section(quantization: QuantizationConfig, excluded: Iterable[st
         "kv_cache_quant_algo": KV_ALGORITHMS[quantization.kv_cache],
         "exclude_modules": sorted({*ALWAYS_EXCLUDED, *excluded}),
     }
-    if quantization.format in {"int4_awq", "w4a8_awq"}:
-        section |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
+    section |= _groups(quantization.format, quantization)
     if quantization.format == "int8_sq":
         section["smoothquant_val"] = quantization.smoothquant_alpha
     return section
+
+
+def mixed_section(quantization: QuantizationConfig) -> dict[str, Any]:
+    """The `quantization` part where layers have several formats: only what is one for all."""
+    return {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": KV_ALGORITHMS[quantization.kv_cache]}
+
+
+def layer_config(quantization: QuantizationConfig, formats: Mapping[str, Format]) -> dict[str, Any]:
+    """Write quant_cfg.json, which says how each layer of a MIXED_PRECISION checkpoint computes.
+
+    Its fields are those of LayerQuantConfig and, per layer, of QuantConfig. A layer that is not listed is at 16 bit.
+
+    Args:
+        quantization: group size and KV cache.
+        formats: stored name of each quantized layer -> format. Names count layers from 0 on every pipeline rank, and
+            one file is for all ranks, so layers of one name must be of one format.
+    """
+    layers = {
+        name: {"quant_algo": ALGORITHMS[form], **_groups(form, quantization)} for name, form in sorted(formats.items())
+    }
+    return mixed_section(quantization) | {"quantized_layers": layers}
+
+
+def _groups(form: Format, quantization: QuantizationConfig) -> dict[str, Any]:
+    if form not in AWQ:
+        return {}
+    return {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
 
 
 def rotary(hf: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:

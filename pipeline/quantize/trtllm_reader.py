@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import IntegrityError
-from pipeline.quantize.checkpoint_reader import CODES, format_name, format_of, model_order, read_json
+from pipeline.quantize.checkpoint_reader import (
+    CODES,
+    MIXED,
+    CheckpointFormat,
+    Declared,
+    format_name,
+    model_order,
+    read_json,
+)
 from pipeline.quantize.reference import PACKED, Array, LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, cast
 from pipeline.quantize.trtllm_layout import Layout, Place
@@ -31,10 +39,10 @@ class TensorRTLLMReader:
     """A TensorRT-LLM checkpoint directory.
 
     Args:
-        directory: config.json and one rank<r>.safetensors per rank.
+        directory: config.json and one rank<r>.safetensors per rank; quant_cfg.json where formats are mixed.
 
     Raises:
-        IntegrityError: a rank file is missing, the config lacks a field, or the layout is unknown.
+        IntegrityError: a rank file or quant_cfg.json is missing, the config lacks a field, or the layout is unknown.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -51,14 +59,34 @@ class TensorRTLLMReader:
             )
         self.ranks = tuple(TensorFiles(directory, f"rank{rank}.safetensors") for rank in range(world))
         self.quantization: dict[str, Any] = self.config.get("quantization") or {}
-        declared = format_of(self.quantization, directory / "config.json")
+        self.layer_config: dict[str, Any] = self._read_layer_config()
+        listed = self.layer_config.get("quantized_layers") or {}
+        # By stored names, which count layers from 0 on every pipeline rank.
+        self.declared = Declared.of(self.quantization, listed, directory / "config.json")
         # The weights of these are 16 bit in the file; trtllm-build rounds them when it loads them.
-        self.format: LinearFormat = "float" if declared in _ROUNDED_BY_BUILD else declared
-        self.group_size: int | None = self.quantization.get("group_size") if self.format in PACKED else None
-        self.excluded = tuple(sorted(self.quantization.get("exclude_modules") or ()))
+        rounded = self.declared.format in _ROUNDED_BY_BUILD
+        self.format: CheckpointFormat = "float" if rounded else self.declared.format
+        self.group_size: int | None = self.declared.group_size if self.format in {*PACKED, "mixed"} else None
+        self.excluded = self.declared.excluded
         self.kv_cache_algorithm: str | None = self.quantization.get("kv_cache_quant_algo")
         self.dtype = str(self.config.get("dtype"))
-        self.name = format_name(declared, self.dtype)
+        self.name = format_name(self.declared.format, self.dtype)
+
+    def _read_layer_config(self) -> dict[str, Any]:
+        file = self.directory / "quant_cfg.json"
+        if self.quantization.get("quant_algo") != MIXED:
+            return {}
+        if not file.is_file():
+            raise IntegrityError(
+                f"{self.directory} lacks quant_cfg.json, which says how each layer of a {MIXED} checkpoint computes.",
+                hint="Quantize again; trtllm-build stops without it.",
+            )
+        return read_json(file)
+
+    def format_of(self, module: str) -> LinearFormat:
+        """How a layer computes according to config.json, or quant_cfg.json where formats are mixed."""
+        place = self.layout.place(module)
+        return "float" if place is None or self.format == "float" else self.declared.format_of(place.stored)
 
     def quantized_modules(self) -> tuple[str, ...]:
         """Names of the layers whose weight is stored as codes, in model order."""
@@ -110,11 +138,15 @@ class TensorRTLLMReader:
         info = self.ranks[self.layout.ranks(place.stage)[0]].get(f"{place.stored}.weight")
         if info is None or info.dtype not in CODES:
             return QuantizedLinear(format="float", codes=self.tensor(f"{module}.weight"), bias=bias)
-        codes = self._join(place, "weight", TensorFiles.raw, packed=self.format in PACKED)
+        # One format is for all; what the exclude list says is for structure checks to compare.
+        form = self.declared.format_of(place.stored) if self.format == "mixed" else self.format
+        if form == "float":
+            raise IntegrityError(f"{self.directory}: {place.stored} holds codes, and no config says of which format.")
+        codes = self._join(place, "weight", TensorFiles.raw, packed=form in PACKED)
         scale = self._join(place, "weights_scaling_factor", TensorFiles.floats)
         return QuantizedLinear(
-            format=self.format,
-            codes=codes.view(np.uint8) if self.format in PACKED else codes,
+            format=form,
+            codes=codes.view(np.uint8) if form in PACKED else codes,
             scale=scale.reshape(()) if scale.size == _SCALAR_SIZE else scale,
             second_scale=self._scalar(place, "weights_scaling_factor_2"),
             input_scale=self._scalar(place, "activation_scaling_factor"),

@@ -14,8 +14,8 @@ import numpy as np
 
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.readers import HuggingFaceReader
-from pipeline.quantize.reference import PACKED
-from pipeline.quantize.structure import Broken, is_excluded, linear_modules
+from pipeline.quantize.reference import PACKED, LinearFormat
+from pipeline.quantize.structure import Broken, linear_modules, unlisted
 from pipeline.quantize.trtllm_config import rotary
 from pipeline.quantize.trtllm_layout import Layout, Place
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
@@ -27,6 +27,7 @@ QUANTIZATION_KEYS = frozenset(
         "has_zero_point", "pre_quant_scale", "exclude_modules", "mamba_ssm_cache_dtype",
     }
 )  # fmt: skip
+LAYER_CONFIG_KEYS = frozenset({"quant_algo", "kv_cache_quant_algo", "quantized_layers"})  # LayerQuantConfig
 MAPPING_KEYS = frozenset({"world_size", "tp_size", "pp_size", "cp_size", "gpus_per_node", "moe_tp_size", "moe_ep_size"})
 _PADDING = 64  # AWQ formats pad the vocabulary to a multiple of it
 _KV_SCALES = ("kv_cache_scaling_factor", "k_cache_scaling_factor", "v_cache_scaling_factor")
@@ -62,7 +63,7 @@ class _Stored:
     columns: int
     experts: int
     bias: bool
-    quantized: bool
+    format: LinearFormat
 
 
 def check_trtllm_structure(source: HuggingFaceReader, reader: TensorRTLLMReader) -> list[Check]:
@@ -137,12 +138,8 @@ def _stored_modules(source: HuggingFaceReader, reader: TensorRTLLMReader, stage:
             columns=in_features // layout.tp if place.part.split == "row" else in_features,
             experts=len(experts),
             bias=any(f"{name}.bias" in source.tensors for name, _place in members),
-            quantized=reader.format != "float" and not _is_excluded(place, reader),
+            format=reader.format_of(module),
         )
-
-
-def _is_excluded(place: Place, reader: TensorRTLLMReader) -> bool:
-    return is_excluded(place.stored, reader.excluded)
 
 
 def _linear_tensors(stored: _Stored, reader: TensorRTLLMReader, plain: str) -> dict[str, Expected]:
@@ -158,11 +155,11 @@ def _linear_tensors(stored: _Stored, reader: TensorRTLLMReader, plain: str) -> d
     tensors = {"weight": of(*(("F32",) if router else (plain,)), shape=(*stack, rows, columns))}
     if stored.bias:
         tensors["bias"] = of(plain, shape=(rows,), copied=split == "row")
-    if stored.quantized:
-        groups = columns // (reader.group_size or columns)
+    if stored.format != "float":
+        groups = columns // (reader.declared.group_size_of(stored.place.stored) or columns)
         scalar = of("F32", shape=(1,), copied=True)
         smoothing = of(plain, shape=(columns,), copied=split == "column")
-        match reader.format:
+        match stored.format:
             case "fp8":
                 tensors |= {"weight": of("F8_E4M3", shape=(rows, columns)), "weights_scaling_factor": scalar}
             case "int8_sq":
@@ -173,11 +170,11 @@ def _linear_tensors(stored: _Stored, reader: TensorRTLLMReader, plain: str) -> d
                 tensors["weight"] = of("I8", shape=(rows // 2, columns))
                 tensors["weights_scaling_factor"] = of("F32", shape=(rows, groups))
                 tensors["prequant_scaling_factor"] = smoothing
-            case "float" | "int8_wo" | "int4_wo":
-                pass  # 16-bit weights, which trtllm-build may round
-        if reader.format == "w4a8_awq":
+            case "int8_wo" | "int4_wo":
+                pass  # 16-bit weights, which trtllm-build rounds
+        if stored.format == "w4a8_awq":
             tensors["weights_scaling_factor_2"] = scalar
-        if reader.format in _STATIC_ACTIVATIONS:
+        if stored.format in _STATIC_ACTIVATIONS:
             tensors["activation_scaling_factor"] = scalar
     return {f"{stored.place.stored}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
@@ -284,14 +281,16 @@ def _bad_scales(expected: Tables, reader: TensorRTLLMReader) -> Broken:
 
 
 def _bad_excludes(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broken:
-    """Layers whose storage contradicts the exclude list, which is how the engine build decides what to load."""
+    """Layers whose storage contradicts the config's lists, which is how the engine build decides what to load."""
     if reader.format == "float":
         return
-    quantized = set(reader.quantized_modules())
-    for module in linear_modules(source):
-        place = reader.layout.place(module)
-        if place is not None and _is_excluded(place, reader) and module in quantized:
-            yield module, "the layer is quantized and the exclude list says that it is not", "exclude list too wide"
+    linears = linear_modules(source)
+    for module in reader.quantized_modules():
+        if module in linears and reader.format_of(module) == "float":
+            yield module, *unlisted(mixed=reader.format == "mixed")
+    places = [place for module in linears if (place := reader.layout.place(module)) is not None]
+    for name in sorted(reader.declared.layers.keys() - {place.stored for place in places}):
+        yield name, "quant_cfg.json lists it, and the layout has no such layer", ""
 
 
 def _wrong_config(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broken:
@@ -302,9 +301,23 @@ def _wrong_config(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broke
     for section, known in (("quantization", QUANTIZATION_KEYS), ("mapping", MAPPING_KEYS)):
         for key in sorted(set(reader.config.get(section) or {}) - known):
             yield "", f"config.json: {section}.{key} is no field of it, and the engine build stops there", ""
+    yield from _wrong_layer_config(reader)
     mapping = reader.config["mapping"]
     if mapping.get("world_size") != mapping["tp_size"] * mapping["pp_size"]:
         yield "", f"config.json: world_size {mapping.get('world_size')} is not tp_size times pp_size", ""
+
+
+def _wrong_layer_config(reader: TensorRTLLMReader) -> Broken:
+    """quant_cfg.json, of which the engine build takes known fields only, and which must agree with config.json."""
+    for key in sorted(reader.layer_config.keys() - LAYER_CONFIG_KEYS):
+        yield "", f"quant_cfg.json: {key} is no field of it, and the engine build stops there", ""
+    for key in ("quant_algo", "kv_cache_quant_algo") if reader.layer_config else ():
+        ours, theirs = reader.layer_config.get(key), reader.quantization.get(key)
+        if ours != theirs:
+            yield "", f"quant_cfg.json: {key} is {ours!r}, and {theirs!r} in config.json", ""
+    for name, section in (reader.layer_config.get("quantized_layers") or {}).items():
+        for key in sorted(section.keys() - QUANTIZATION_KEYS):
+            yield name, f"quant_cfg.json: {key} is no field of a layer, and the engine build stops there", ""
 
 
 def _config_facts(source: HuggingFaceReader, reader: TensorRTLLMReader) -> dict[str, Any]:
@@ -327,13 +340,17 @@ def _config_facts(source: HuggingFaceReader, reader: TensorRTLLMReader) -> dict[
         "hidden_act": gated.get(hf["hidden_act"], hf["hidden_act"]),
         "norm_epsilon": hf["rms_norm_eps"],
         "max_position_embeddings": hf["max_position_embeddings"],
-        "vocab_size": -(-vocabulary // _PADDING) * _PADDING if reader.format in PACKED else vocabulary,
+        "vocab_size": -(-vocabulary // _PADDING) * _PADDING if _has_packed(reader) else vocabulary,
         "rotary_base": base,
         "rotary_scaling": scaling,
         "attn_bias": any("self_attn" in name for name in biased),
         "mlp_bias": any("mlp" in name for name in biased),
         "qk_layernorm": any(name.endswith("q_norm.weight") for name in source.tensors),
     }
+
+
+def _has_packed(reader: TensorRTLLMReader) -> bool:
+    return reader.format in PACKED or any(form in PACKED for form, _ in reader.declared.layers.values())
 
 
 def _complete_config(source: HuggingFaceReader) -> dict[str, Any]:

@@ -14,6 +14,7 @@ ten top-1 tokens, so each layer is checked on its own recorded input instead.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +36,11 @@ from pipeline.quantize.foreign.check import check_converted
 from pipeline.quantize.foreign.passing import PassedOnReader, check_passed_on
 from pipeline.quantize.foreign.reader import is_quantized, read_foreign
 from pipeline.quantize.layers import check_layers, check_plain_tensors, folded_scales
-from pipeline.quantize.limits import CLIPPED, Limits, limits_for
+from pipeline.quantize.limits import CLIPPED, LIMITS, Limits, limits_for, limits_of_mix
 from pipeline.quantize.numerics import Distribution
 from pipeline.quantize.proof import require_proven
 from pipeline.quantize.readers import HuggingFaceReader, read_quantized
+from pipeline.quantize.reference import LinearFormat
 from pipeline.quantize.sparsity import check_sparsity, read_sparsity
 from pipeline.quantize.structure import check_structure
 from pipeline.quantize.tasks import mark_answers, read_task
@@ -81,7 +83,7 @@ def verify(
     scored = None
     if all(check.passed for check in checks) and baseline is not None:
         scored = _score(baseline, reader, limits, tasks, progress)
-        checks += _check_end_to_end(scored.text, limits_for(reader.format, limits))
+        checks += _check_end_to_end(scored.text, limits_of_mix(formats_in(reader), limits))
         progress.note(_summary(reader, scored.text))
     if original is not None:
         progress.note("tensors and layers were held to the changed weights, text and tasks to the 16-bit source")
@@ -99,7 +101,7 @@ def static_checks(
     reader = _open(quantized.path)
     if is_quantized(source.path):
         return _check_converted(source, quantized, reader, progress)
-    return _check_made_here(source, quantized, reader, limits_for(reader.format, limits), progress)
+    return _check_made_here(source, quantized, reader, limits, progress)
 
 
 def _open(artifact: Path) -> CheckpointReader:
@@ -112,12 +114,13 @@ def _check_made_here(
     source: SourceCheckpoint,
     quantized: QuantizedCheckpoint,
     reader: CheckpointReader,
-    bounds: Limits,
+    limits: VerifyConfig,
     progress: Progress,
 ) -> list[Check]:
     """Structure, then every tensor and layer against the source's numbers."""
+    bounds = {form: limits_for(form, limits) for form in LIMITS}
     if read_json(quantized.path / "quantization.json").get("awq") in {"clip", "full"}:
-        bounds = replace(bounds, max_clip=CLIPPED)
+        bounds["int4_awq"] = replace(bounds["int4_awq"], max_clip=CLIPPED)
     original = HuggingFaceReader(source.path)
     checks = _check_structure(original, reader) + _check_record(quantized.path, reader)
     broken = frozenset(check.layer for check in checks if not check.passed)
@@ -139,6 +142,11 @@ def _check_converted(
     broken = frozenset(check.layer for check in checks if not check.passed)
     checks += check_plain_tensors(original, reader, {}, skip=broken)
     return checks + check_converted(original, reader, skip=broken, progress=progress)
+
+
+def formats_in(reader: CheckpointReader) -> tuple[LinearFormat, ...]:
+    """The formats of a checkpoint's quantized layers, sorted; float where none is quantized."""
+    return tuple(sorted({reader.format_of(name) for name in reader.quantized_modules()})) or ("float",)
 
 
 def _check_structure(original: SourceReader, reader: CheckpointReader) -> list[Check]:
@@ -165,6 +173,9 @@ def _unlike_record(record: Mapping[str, Any], reader: CheckpointReader) -> Itera
         yield "", f"the KV cache is {reader.kv_cache_algorithm or '16 bit'}, {asked or '16 bit'} was asked for", ""
     if reader.name != record.get("format"):
         yield "", f"the checkpoint is {reader.name}, {record.get('format')} was asked for", ""
+    for name, asked_form in (record.get("formats") or {}).items():
+        if name in stored and reader.format_of(name) != asked_form:
+            yield name, f"the checkpoint says {reader.format_of(name)}, {asked_form} was asked for", "wrong entry"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +265,7 @@ def _write_report(
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "format": reader.name,
+        "formats": _by_format(reader, checks),
         "group_size": reader.group_size,
         "passed": all(check.passed for check in checks),
         "summary": {
@@ -276,6 +288,24 @@ def _changes(source: Path) -> Mapping[str, Any]:
     """What was done to the weights before they were quantized; the end-to-end scores include what it cost."""
     sparse = read_sparsity(source)
     return {} if sparse is None else {"sparsity": {key: sparse[key] for key in ("method", "pattern")}}
+
+
+def _by_format(reader: CheckpointReader, checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
+    """Format -> how many layers have it, and the largest value of each measure among them."""
+    table: dict[str, dict[str, Any]] = {}
+    formats = {name: reader.format_of(name) for name in reader.quantized_modules()}
+    for form in sorted(set(formats.values())):
+        measured: dict[str, float] = {}
+        for check in checks:
+            if (
+                formats.get(check.layer) == form
+                and check.bound == "max"
+                and check.name.startswith(("weight.", "layer."))
+            ):
+                measured[check.name] = max(check.value, measured.get(check.name, 0.0))
+        values = {name: rounded(value) for name, value in sorted(measured.items())}
+        table[form] = {"layers": sum(other == form for other in formats.values()), "largest": values}
+    return table
 
 
 def _blocks(scored: _Scores) -> dict[str, list[float | str]]:
@@ -314,7 +344,10 @@ def _worst(checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _summary(reader: CheckpointReader, scored: Distribution) -> str:
+    counts = Counter(reader.format_of(name) for name in reader.quantized_modules())
+    parts = ", ".join(f"{form} in {count}" for form, count in sorted(counts.items()))
+    name = f"{reader.name} ({parts} layers)" if reader.format == "mixed" else reader.name
     return (
-        f"{reader.name}: perplexity {scored.perplexity:.4g} (source {scored.baseline_perplexity:.4g}, "
+        f"{name}: perplexity {scored.perplexity:.4g} (source {scored.baseline_perplexity:.4g}, "
         f"{scored.perplexity_increase:+.1%}), KL {scored.mean_kl:.3g} nats, top-1 agreement {scored.top1_agreement:.1%}"
     )

@@ -181,7 +181,7 @@ def test_excludes_add_to_the_librarys_own_list_in_order() -> None:
 @pytest.mark.parametrize(("form", "vocabulary"), [("int4_awq", 512), ("w4a8_awq", 512), ("fp8", 500), ("bf16", 500)])
 def test_awq_pads_the_vocabulary(form: Any, vocabulary: int) -> None:
     """To a multiple of 64; the engine's vocabulary is the padded one."""
-    assert padded_vocabulary(500, QuantizationConfig(format=form)) == vocabulary
+    assert padded_vocabulary(500, (form,)) == vocabulary
 
 
 def test_world_size_is_the_product_of_the_ranks() -> None:

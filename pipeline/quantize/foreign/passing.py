@@ -111,6 +111,10 @@ class PassedOnReader(ForeignReader):
         self.excluded: tuple[str, ...] = tuple(record["exclude"])
         self.kv_cache_algorithm: str | None = None
 
+    def format_of(self, module: str) -> LinearFormat:
+        """How a layer computes; one format is for all that are quantized."""
+        return "float" if module in self.excluded else self.format
+
 
 def check_passed_on(source: ForeignReader, reader: PassedOnReader, progress: Progress) -> list[Check]:
     """Every quantized layer decodes, and to what the source's does."""

@@ -6,6 +6,7 @@ machine: equal inputs give equal engines, and the machine that serves need not b
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from pipeline.config.schema import EngineConfig, Format, KVCacheFormat
@@ -63,15 +64,15 @@ class Plan:
         return [asdict(choice) for choice in self.choices]
 
 
-def choose(engine: EngineConfig, quantization_format: Format, kv_cache: KVCacheFormat, model: ModelFacts) -> Plan:
-    """Decide how OpenVINO runs the engine.
+def choose(engine: EngineConfig, formats: Collection[Format], kv_cache: KVCacheFormat, model: ModelFacts) -> Plan:
+    """Decide how OpenVINO runs an engine whose layers have these formats.
 
     Raises:
         ConfigError: engine.max_seq_len is beyond what the model was trained for, or the KV cache cannot
             hold one sequence.
     """
     limits = _limits(engine, model)
-    device = _device_choices(engine, quantization_format, kv_cache)
+    device = _device_choices(engine, formats, kv_cache)
     precision = str(next(choice.value for choice in device if choice.what == "KV_CACHE_PRECISION"))
     scheduler = [*_batching_choices(engine, limits["max_seq_len"]), _cache_choice(engine, model, precision, limits)]
     return Plan(
@@ -98,10 +99,10 @@ def _limits(engine: EngineConfig, model: ModelFacts) -> dict[str, int]:
     }
 
 
-def _device_choices(engine: EngineConfig, quantization_format: Format, kv_cache: KVCacheFormat) -> list[Choice]:
+def _device_choices(engine: EngineConfig, formats: Collection[Format], kv_cache: KVCacheFormat) -> list[Choice]:
     threads = engine.num_threads
     return [
-        *_precision_choices(quantization_format, dynamic=engine.dynamic_quantization),
+        *_precision_choices(formats, dynamic=engine.dynamic_quantization),
         _kv_choice(kv_cache),
         Choice(
             what="INFERENCE_NUM_THREADS",
@@ -119,8 +120,8 @@ def _device_choices(engine: EngineConfig, quantization_format: Format, kv_cache:
     ]
 
 
-def _precision_choices(quantization_format: Format, *, dynamic: bool) -> list[Choice]:
-    if quantization_format in INTEGER_FORMATS:
+def _precision_choices(formats: Collection[Format], *, dynamic: bool) -> list[Choice]:
+    if INTEGER_FORMATS.intersection(formats):
         return [
             Choice(
                 what="INFERENCE_PRECISION_HINT",
@@ -241,23 +242,24 @@ _ROUNDED = "rounded to int8 at run time per token and 32 inputs"
 _EXACT = "not quantized (engine.dynamic_quantization is off)"
 
 
-def deviations(quantization_format: Format, kv_cache: KVCacheFormat = "auto", *, dynamic: bool = True) -> list[str]:
+def deviations(formats: Collection[Format], kv_cache: KVCacheFormat = "auto", *, dynamic: bool = True) -> list[str]:
     """Say in words where the CPU computes otherwise than TensorRT-LLM does on a GPU.
 
     Args:
-        quantization_format: of the checkpoint.
+        formats: of the checkpoint's layers.
         kv_cache: KV cache format that the config asked for.
         dynamic: engine.dynamic_quantization.
 
     Raises:
-        ConfigError: the openvino target does not execute this format.
+        ConfigError: the openvino target does not execute one of the formats.
     """
-    if quantization_format not in _DEVIATIONS:
-        raise ConfigError(
-            f"quantization.format: the openvino target does not execute '{quantization_format}'",
-            hint=f"Use one of {', '.join(sorted(_DEVIATIONS))}, or a GPU target.",
-        )
-    told = [_DEVIATIONS[quantization_format].format(them=_ROUNDED if dynamic else _EXACT)]
+    for form in formats:
+        if form not in _DEVIATIONS:
+            raise ConfigError(
+                f"quantization.format: the openvino target does not execute '{form}'",
+                hint=f"Use one of {', '.join(sorted(_DEVIATIONS))}, or a GPU target.",
+            )
+    told = [_DEVIATIONS[form].format(them=_ROUNDED if dynamic else _EXACT) for form in formats]
     if kv_cache == "fp8":
         told.append("kv_cache fp8: the CPU plugin has no fp8 KV cache; keys and values stay 16 bit.")
     if kv_cache == "int8":

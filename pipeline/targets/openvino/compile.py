@@ -49,16 +49,19 @@ def compile_engine(quantized: QuantizedCheckpoint, engine: EngineConfig, *, out:
     checkpoint = Checkpoint(source)
     made = json.loads((quantized.path / "quantization.json").read_text("utf-8"))
     layers = _quantized_layers(checkpoint, made["quantized_layers"])
+    formats: dict[str, Format] = made.get("formats") or dict.fromkeys(layers, made["format"])
+    present = tuple(dict.fromkeys(formats.values())) or (made["format"],)
     config = json.loads((source / "config.json").read_text("utf-8"))
-    told = deviations(made["format"], made["kv_cache"], dynamic=engine.dynamic_quantization)
-    plan = choose(engine, made["format"], made["kv_cache"], _facts(config))
+    told = deviations(present, made["kv_cache"], dynamic=engine.dynamic_quantization)
+    plan = choose(engine, present, made["kv_cache"], _facts(config))
     for choice in plan.choices:
         progress.note(f"{choice.what} = {choice.value}: {choice.why}")
     out.mkdir(parents=True, exist_ok=True)
     weights = _build_graph(checkpoint, layers, engine, out=out, progress=progress)
-    _require_low_bit(weights, made["format"], len(layers))
+    _require_low_bit(weights, [formats[name] for name in layers])
     _write_side_files(source, config, out)
-    _write_engine_json(out, plan, made["format"], told, weights)
+    counts = Counter(formats.values()) if made["format"] == "mixed" else {}
+    _write_engine_json(out, plan, {"format": made["format"], **({"formats": counts} if counts else {})}, told, weights)
 
 
 def _require_packages() -> None:
@@ -136,18 +139,18 @@ def _scratch(out: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def _require_low_bit(weights: Mapping[str, Mapping[str, int]], quantization_format: Format, expected: int) -> None:
-    code = _CODE_OF.get(quantization_format)
-    if code is None:
-        return
-    # An int4 layer with zero points is u4 in the graph.
-    codes = {code, "u4"} if code == "i4" else {code}
-    found = sum(weights.get(kind, {}).get("tensors", 0) for kind in codes)
-    if found != expected:
-        raise ToolError(
-            f"the OpenVINO graph holds {found} {code} weights; {quantization_format} has {expected} quantized layers",
-            hint="Report this with the model's config.json.",
-        )
+def _require_low_bit(weights: Mapping[str, Mapping[str, int]], formats: Sequence[Format]) -> None:
+    """Refuse a graph whose weights are not of the types that the layers' formats have."""
+    for code, expected in Counter(_CODE_OF[form] for form in formats).items():
+        # An int4 layer with zero points is u4 in the graph.
+        codes = {code, "u4"} if code == "i4" else {code}
+        found = sum(weights.get(kind, {}).get("tensors", 0) for kind in codes)
+        if found != expected:
+            names = " and ".join(sorted({form for form in formats if _CODE_OF[form] == code}))
+            raise ToolError(
+                f"the OpenVINO graph holds {found} {code} weights; {expected} layers are quantized to {names}",
+                hint="Report this with the model's config.json.",
+            )
 
 
 def _write_side_files(source: Path, config: Mapping[str, Any], out: Path) -> None:
@@ -176,7 +179,7 @@ def _eos_ids(settings: Mapping[str, Any], config: Mapping[str, Any]) -> list[int
 def _write_engine_json(
     out: Path,
     plan: Plan,
-    quantization_format: Format,
+    made: Mapping[str, Any],
     told: Sequence[str],
     weights: Mapping[str, Mapping[str, int]],
 ) -> None:
@@ -187,7 +190,7 @@ def _write_engine_json(
         out / "engine.json",
         {
             "target": NAME,
-            "format": quantization_format,
+            **made,
             "limits": plan.limits,
             "scheduler": plan.scheduler,
             "plugin_config": plan.plugin_config,

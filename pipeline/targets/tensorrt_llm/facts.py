@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from pipeline.config.schema import Format, KVCacheFormat
+from pipeline.config.rules import formats_of
+from pipeline.config.schema import Format, KVCacheFormat, QuantizationConfig
 
 # Names of the config -> upstream's (NVIDIA/TensorRT-LLM examples/quantization/quantize.py@c8c6df0).
 QUANT_ALGO: Final[Mapping[Format, str | None]] = {
@@ -19,6 +20,7 @@ QUANT_ALGO: Final[Mapping[Format, str | None]] = {
     "int8_wo": "W8A16",
     "int4_wo": "W4A16",
 }
+MIXED: Final = "MIXED_PRECISION"  # layers of several formats; quant_cfg.json says which has which
 KV_ALGO: Final[Mapping[KVCacheFormat, str | None]] = {"auto": None, "fp8": "FP8", "int8": "INT8"}
 
 
@@ -33,6 +35,14 @@ class QuantFacts:
     quant_algo: str | None
     kv_cache_quant_algo: str | None
     dtype: str
+
+    @classmethod
+    def of_config(cls, quantization: QuantizationConfig, layers: Iterable[str], dtype: str) -> QuantFacts:
+        """Return what a checkpoint of these linear layers will say."""
+        formats = formats_of(quantization, layers)
+        if len(formats) == 1:
+            return cls.of_format(formats[0], quantization.kv_cache, dtype)
+        return cls(quant_algo=MIXED, kv_cache_quant_algo=KV_ALGO[quantization.kv_cache], dtype=dtype)
 
     @classmethod
     def of_format(cls, quantization_format: Format, kv_cache: KVCacheFormat, dtype: str) -> QuantFacts:

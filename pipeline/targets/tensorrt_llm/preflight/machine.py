@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.rules import UNQUANTIZED, formats_of
 from pipeline.errors import ConfigError
 from pipeline.host.probe import HostProfile
 from pipeline.targets.tensorrt_llm import budget
@@ -73,11 +73,11 @@ def _installed(case: Case, host: HostProfile) -> Iterator[Finding]:
 
 def _calibration_memory(case: Case, host: HostProfile) -> Iterator[Finding]:
     """Quantizing holds the 16-bit weights and the quantized copy (docs/source/architecture/workflow.md@b171e87)."""
-    if case.config.quantization.format in UNQUANTIZED:
+    quantization = case.config.quantization
+    if formats_of(quantization)[0] in UNQUANTIZED:
         return
-    whole = _on_one_rank(case, case.config.quantization.format)
-    need = _on_one_rank(case, "bf16") + whole
-    sizes = f"{_gib(need)} GiB (16-bit weights and their {case.config.quantization.format} copy)"
+    need = _on_one_rank(case, {"format": "bf16", "overrides": ()}) + _on_one_rank(case, {})
+    sizes = f"{_gib(need)} GiB (16-bit weights and their {' and '.join(formats_of(quantization))} copy)"
     if host.memory_total_bytes < need:
         message = f"quantizing needs at least {sizes}, and this machine has {_gib(host.memory_total_bytes)} GiB."
         yield error("TL24", "host memory", message, "Quantize on a machine with more memory.")
@@ -116,10 +116,10 @@ def _build_memory(case: Case, host: HostProfile) -> Iterator[Finding]:
         yield warning("TL27", key, message, "Use one worker, and watch the memory.")
 
 
-def _on_one_rank(case: Case, form: str) -> int:
-    """Bytes of all weights in a format, as one rank would hold them."""
+def _on_one_rank(case: Case, changes: Mapping[str, object]) -> int:
+    """Bytes of all weights as one rank would hold them, with changes to the quantization."""
     engine = case.config.engine.model_copy(update={"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
-    quantization = case.config.quantization.model_copy(update={"format": form})
+    quantization = case.config.quantization.model_copy(update=changes)
     config = case.config.model_copy(update={"engine": engine, "quantization": quantization})
     return budget.weight_bytes(config, case.model)
 

@@ -118,7 +118,8 @@ def _candidates(case: Case, memory_bytes: int | None) -> Iterator[tuple[str, Seq
     yield "engine.max_seq_len", [length] if length > 1 else []
     if quantization.kv_cache == "auto":
         yield "quantization.kv_cache", ["fp8", "int8"]
-    yield "quantization.format", [form for form in NARROWER if form != quantization.format]
+    narrower = [] if quantization.overrides else [form for form in NARROWER if form != quantization.format]
+    yield "quantization.format", narrower
     own = max(gpus()[case.gpu].memory_gb)
     larger = [name for name, row in gpus().items() if max(row.memory_gb) > own]
     larger.sort(key=lambda name: max(gpus()[name].memory_gb))

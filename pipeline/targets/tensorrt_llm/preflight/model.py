@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.config.rules import UNQUANTIZED, formats_of
 from pipeline.targets.tensorrt_llm import budget
 from pipeline.targets.tensorrt_llm.models import models
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning
@@ -40,16 +41,18 @@ def _class(case: Case) -> Iterator[Finding]:
 
 def _precision(case: Case) -> Iterator[Finding]:
     """Upstream's table 'precision by model'; it lags behind upstream's examples, so a gap is a warning."""
-    name, form = case.model.architecture, case.config.quantization.format
-    if models().model_class(name) is None or form in ("bf16", "fp16"):
-        return
-    verdict, note = models().support(name, form)
-    if verdict == "yes":
-        return
-    said = f"it is {note}" if note else "the table has no row for it" if verdict == "unlisted" else "the table says no"
-    message = f"upstream does not list {form} for {name} on the engine path ({said})."
-    hint = "Judge the verify report and the first answers on the GPU, or pick a listed format."
-    yield warning("TL-5.2", "quantization.format", message, hint)
+    name = case.model.architecture
+    for form in formats_of(case.config.quantization, case.model.linears):
+        if models().model_class(name) is None or form in UNQUANTIZED:
+            continue
+        verdict, note = models().support(name, form)
+        if verdict == "yes":
+            continue
+        unlisted = "the table has no row for it" if verdict == "unlisted" else "the table says no"
+        said = f"it is {note}" if note else unlisted
+        message = f"upstream does not list {form} for {name} on the engine path ({said})."
+        hint = "Judge the verify report and the first answers on the GPU, or pick a listed format."
+        yield warning("TL-5.2", "quantization.format", message, hint)
 
 
 def _rope(case: Case) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from importlib import resources
 from pydantic import Field
 
 from pipeline.config.keys import leaves
+from pipeline.config.rules import formats_of
 from pipeline.config.section import Section
 from pipeline.errors import Severity
 from pipeline.targets.tensorrt_llm.choices import Case as EngineCase
@@ -72,7 +73,8 @@ def check(case: Case) -> Iterator[Finding]:
 def facts(case: Case) -> Mapping[str, object]:
     """Every config key by its path, and what follows from several of them."""
     config, engine, serving = case.config, case.config.engine, case.config.serving.tensorrt_llm
-    quant = QuantFacts.of_format(config.quantization.format, config.quantization.kv_cache, engine.dtype)
+    quant = QuantFacts.of_config(config.quantization, case.model.linears, engine.dtype)
+    formats = formats_of(config.quantization, case.model.linears)
     flags = {choice.what: choice.value for choice in choose(engine, quant, case.model)}
     options = engine.build.model_copy(update={"context_fmha": None, "use_paged_context_fmha": None})
     free = engine.model_copy(update={"build": options})
@@ -82,7 +84,7 @@ def facts(case: Case) -> Mapping[str, object]:
     build = engine.build
     return {
         **{key.path: reduce(getattr, key.path.split("."), config) for key in leaves()},
-        "format": config.quantization.format,
+        "format": formats[0] if len(formats) == 1 else "mixed",
         "kv_cache": config.quantization.kv_cache,
         "gpu": case.gpu,
         "sm": case.sm,

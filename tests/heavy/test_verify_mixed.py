@@ -1,0 +1,193 @@
+"""Checkpoints whose layers have several formats: each layer is read and judged as what it is, and lies are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema import Format
+from pipeline.core.artifacts import QuantizedCheckpoint
+from pipeline.core.progress import Silent
+from pipeline.errors import IntegrityError, VerificationError
+from pipeline.quantize.readers import read_quantized
+from pipeline.quantize.verify import verify
+from tests.support.families import copy_of, held, tiny_family
+from tests.support.mixed import splice
+from tests.support.quantized import held_text, tiny_quantized, tiny_source
+
+pytestmark = pytest.mark.heavy
+
+DOWN = "model.layers.1.mlp.down_proj"
+OVERRIDES: Mapping[str, Format] = {
+    "*.self_attn.*": "int8_sq",
+    "model.layers.0.mlp.down_proj": "fp8",
+    DOWN: "int8_wo",
+    "model.layers.1.mlp.[gu]*_proj": "int4_wo",
+}
+COUNTS = {"fp8": 1, "int4_awq": 2, "int4_wo": 2, "int8_sq": 8, "int8_wo": 1}
+
+
+def unified(directory: Path) -> QuantizedCheckpoint:
+    """int4_awq with four other formats among its layers, in the unified layout."""
+    made = tiny_quantized("int4_awq", directory / "mixed")
+    others = {glob: tiny_quantized(form, directory / form).path for glob, form in OVERRIDES.items()}
+    splice(made.path, others)
+    return made
+
+
+def ranks(directory: Path, tp: int, pp: int, name: str = "Llama") -> QuantizedCheckpoint:
+    """int4_awq with attention at fp8 and down_proj at w4a8_awq, as TensorRT-LLM ranks."""
+    made = copy_of(name, directory / "mixed", tp=tp, pp=pp, format="int4_awq")
+    others = {"*.self_attn.*": "fp8", "*.down_proj": "w4a8_awq"}
+    splice(
+        made.path,
+        {glob: copy_of(name, directory / form, tp=tp, pp=pp, format=form).path for glob, form in others.items()},
+    )
+    return made
+
+
+def report(directory: Path) -> dict[str, Any]:
+    """The report that verify wrote, also where it refused the checkpoint."""
+    path = directory / "report.json"
+    found: dict[str, Any] = json.loads((path if path.exists() else directory / "log" / "report.json").read_text())
+    return found
+
+
+def test_every_layer_is_read_and_judged_as_what_it_is(tmp_path: Path) -> None:
+    """Five formats in one checkpoint pass, and the report counts and measures each."""
+    made = unified(tmp_path)
+    verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    found = report(tmp_path)
+    assert found["passed"]
+    assert found["format"] == "mixed"
+    assert {form: row["layers"] for form, row in found["formats"].items()} == COUNTS
+    assert found["formats"]["int8_wo"]["largest"]["weight.relative_l2"] < 0.02
+    assert found["formats"]["int4_awq"]["largest"]["weight.relative_l2"] > 0.05
+    reader = read_quantized(made.path)
+    assert reader.linear(DOWN).format == "int8_wo"
+    assert reader.linear("model.layers.0.self_attn.q_proj").format == "int8_sq"
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_every_rank_of_a_mixed_checkpoint_passes(name: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """quant_cfg.json says how each stored layer of every rank computes."""
+    made = ranks(tmp_path, tp, pp, name)
+    verify(tiny_family(name), made, held(tiny_family(name)), out=tmp_path, progress=Silent())
+    found = report(tmp_path)
+    assert found["passed"]
+    assert {form: row["layers"] for form, row in found["formats"].items()} == {
+        "fp8": 8,
+        "int4_awq": 4,
+        "w4a8_awq": 2,
+    }
+
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def edit_json(path: Path, edit: Edit) -> None:
+    """Change a JSON file in place."""
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+LIES: list[tuple[str, Edit, str, str]] = [
+    ("missing", lambda q: q.pop(DOWN), DOWN, "quantized_layers of MIXED_PRECISION does not list it"),
+    ("other", lambda q: q[DOWN].update(quant_algo="FP8"), DOWN, "is I8, F8_E4M3 was expected"),
+    ("bits", lambda q: q[DOWN].update(quant_algo="W4A16_AWQ", group_size=64), DOWN, "is I8, U8 was expected"),
+    ("kind", lambda q: q[DOWN].update(quant_algo="W8A8_SQ_PER_CHANNEL"), DOWN, "input_scale is missing"),
+    ("extra", lambda q: q.update({"model.norm": {"quant_algo": "FP8"}}), "model.norm", "the source has no such layer"),
+    (
+        "groups",
+        lambda q: q["model.layers.0.mlp.up_proj"].update(group_size=32),
+        "model.layers.0.mlp.up_proj",
+        "wrong group size: 32 is declared, the scales are for 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "layer", "words"), [row[1:] for row in LIES], ids=[row[0] for row in LIES])
+def test_an_entry_that_lies_is_named(edit: Edit, layer: str, words: str, tmp_path: Path) -> None:
+    """A wrong or missing line of the list is how an engine would load nonsense."""
+    made = unified(tmp_path)
+    edit_json(made.path / "hf" / "hf_quant_config.json", lambda doc: edit(doc["quantization"]["quantized_layers"]))
+    with pytest.raises(VerificationError) as raised:
+        verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    named = {problem.where: str(problem) for problem in raised.value.problems}
+    assert words in named[layer]
+    assert set(named) == {layer}
+
+
+def test_a_layer_of_another_format_than_was_asked_for_is_named(tmp_path: Path) -> None:
+    """The record says which layer was to be what."""
+    made = unified(tmp_path)
+    edit_json(made.path / "quantization.json", lambda doc: doc["formats"].update({DOWN: "fp8"}))
+    with pytest.raises(VerificationError) as raised:
+        verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    assert [str(problem) for problem in raised.value.problems] == [
+        f"{DOWN}: the checkpoint says int8_wo, fp8 was asked for. Cause: wrong entry."
+    ]
+
+
+def test_a_norm_that_carries_a_scale_for_a_layer_without_one_is_found(tmp_path: Path) -> None:
+    """int8_sq keeps its scale itself, so nothing may be folded into the norm in front of it."""
+    made = unified(tmp_path)
+    other = tiny_quantized("int4_awq", tmp_path / "awq").path
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(made.path / "hf" / "model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors[norm] = load_file(other / "hf" / "model.safetensors")[norm]
+    save_file(tensors, made.path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VerificationError) as raised:
+        verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    assert [problem.where for problem in raised.value.problems] == ["model.layers.0.input_layernorm"]
+
+
+def test_a_mixed_checkpoint_without_quant_cfg_is_refused(tmp_path: Path) -> None:
+    """The engine build stops there as well."""
+    made = ranks(tmp_path, 1, 1)
+    (made.path / "trtllm" / "quant_cfg.json").unlink()
+    with pytest.raises(IntegrityError, match=r"quant_cfg\.json"):
+        read_quantized(made.path)
+
+
+ENGINE_LIES: list[tuple[str, Edit, str]] = [
+    (
+        "algorithm",
+        lambda doc: doc.update(kv_cache_quant_algo="FP8"),
+        "kv_cache_quant_algo is 'FP8', and None in",
+    ),
+    ("field", lambda doc: doc.update(exclude_modules=[]), "quant_cfg.json: exclude_modules is no field of it"),
+    (
+        "layer field",
+        lambda doc: doc["quantized_layers"]["transformer.layers.0.mlp.fc"].update(bits=4),
+        "quant_cfg.json: bits is no field of a layer",
+    ),
+    (
+        "missing",
+        lambda doc: doc["quantized_layers"].pop("transformer.layers.0.mlp.fc"),
+        "quantized_layers of MIXED_PRECISION does not list it",
+    ),
+    (
+        "place",
+        lambda doc: doc["quantized_layers"].update({"transformer.layers.9.mlp.fc": {"quant_algo": "FP8"}}),
+        "quant_cfg.json lists it, and the layout has no such layer",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), [row[1:] for row in ENGINE_LIES], ids=[row[0] for row in ENGINE_LIES])
+def test_what_the_engine_build_would_stumble_over_is_named(edit: Edit, words: str, tmp_path: Path) -> None:
+    """Fields that it refuses, and layers that it would not find."""
+    made = ranks(tmp_path, 1, 1)
+    edit_json(made.path / "trtllm" / "quant_cfg.json", edit)
+    with pytest.raises(VerificationError) as raised:
+        verify(tiny_family("Llama"), made, held(tiny_family("Llama")), out=tmp_path, progress=Silent())
+    assert any(words in str(problem) for problem in raised.value.problems)
