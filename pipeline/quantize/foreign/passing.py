@@ -18,7 +18,7 @@ from pipeline.config.schema import Format
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.host.files import link_or_copy
-from pipeline.quantize.checkpoint_reader import read_json
+from pipeline.quantize.checkpoint_reader import CheckpointFormat, read_json
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.export import write_json
 from pipeline.quantize.foreign.convert import DType, Made
@@ -106,14 +106,15 @@ class PassedOnReader(ForeignReader):
         super().__init__(artifact / "hf", config, layout)
         record = read_json(artifact / "quantization.json")
         self.name: str = record["format"]
-        self.format: LinearFormat = record["format"]
+        self._of_layers: LinearFormat = record["format"]
+        self.format: CheckpointFormat = self._of_layers
         self.group_size: int | None = record["group_size"]
         self.excluded: tuple[str, ...] = tuple(record["exclude"])
         self.kv_cache_algorithm: str | None = None
 
     def format_of(self, module: str) -> LinearFormat:
         """How a layer computes; one format is for all that are quantized."""
-        return "float" if module in self.excluded else self.format
+        return "float" if module in self.excluded else self._of_layers
 
 
 def check_passed_on(source: ForeignReader, reader: PassedOnReader, progress: Progress) -> list[Check]:
