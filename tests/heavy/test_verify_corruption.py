@@ -32,7 +32,7 @@ def findings(format_: Format, tmp_path: Path, damage: Callable[[Path], None]) ->
     damage(quantized.path / "hf")
     with pytest.raises(VerificationError) as caught:
         verify(tiny_source(), quantized, held_text(), out=tmp_path, progress=Silent())
-    assert not json.loads((tmp_path / "log" / "report.json").read_text())["passed"]
+    assert not json.loads((tmp_path / "report.json").read_text())["passed"]
     return {problem.where: f"{problem.message} {problem.hint}" for problem in caught.value.problems}
 
 

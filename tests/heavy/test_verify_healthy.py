@@ -107,7 +107,7 @@ def test_a_limit_of_the_config_replaces_the_formats(limit: dict[str, float], che
     config = VerifyConfig(**{**held_text().model_dump(), **limit})
     with pytest.raises(VerificationError, match=check):
         verify(tiny_source(), quantized, config, out=tmp_path, progress=Silent())
-    report = json.loads((tmp_path / "log" / "report.json").read_text())
+    report = json.loads((tmp_path / "report.json").read_text())
     assert {entry["name"] for entry in report["checks"] if not entry["passed"]} == {check}
 
 

@@ -51,9 +51,8 @@ def ranks(directory: Path, tp: int, pp: int, name: str = "Llama") -> QuantizedCh
 
 
 def report(directory: Path) -> dict[str, Any]:
-    """The report that verify wrote, also where it refused the checkpoint."""
-    path = directory / "report.json"
-    found: dict[str, Any] = json.loads((path if path.exists() else directory / "log" / "report.json").read_text())
+    """The report that verify wrote."""
+    found: dict[str, Any] = json.loads((directory / "report.json").read_text())
     return found
 
 

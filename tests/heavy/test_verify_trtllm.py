@@ -221,7 +221,7 @@ def test_damage_is_named_by_layer(form: str, layer: str, damage: Damage, said: s
         verify(tiny_family("Llama"), made, held(tiny_family("Llama")), out=tmp_path, progress=Silent())
     found = {problem.where: f"{problem.message} {problem.hint}" for problem in caught.value.problems}
     assert said in found[layer], found
-    assert not json.loads((tmp_path / "log" / "report.json").read_text())["passed"]
+    assert not json.loads((tmp_path / "report.json").read_text())["passed"]
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
