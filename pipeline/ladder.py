@@ -19,9 +19,10 @@ from pipeline.core.digest import FileHasher
 from pipeline.core.progress import Progress
 from pipeline.core.runner import StepResult, run
 from pipeline.core.store import Store
-from pipeline.errors import ConfigError, MeasurementError, Problem, VerificationError
+from pipeline.errors import ConfigError, DiskFull, HostError, MeasurementError, Problem, ToolError, VerificationError
 from pipeline.examine import Build, examine
 from pipeline.measure.gate import Verdict, judge, refusal
+from pipeline.measure.speed import Speed, compare, fitting_loads
 from pipeline.quantize.proof import read_report, require_proven
 
 Outcome = Literal["pass", "fail", "inconclusive", "unproven", "unjudged"]
@@ -119,6 +120,49 @@ def climb(ladder: Sequence[Rung], hasher: FileHasher, store: Store, progress: Pr
         for reason in tried.reasons:
             progress.note(f"{rung.label}: {reason}")
         yield tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured: each engine `repeats` times, with one request and with `concurrency` of them at once."""
+
+    repeats: int
+    concurrency: int
+    input_tokens: int = 128
+    output_tokens: int = 32
+
+
+def measure_speed(
+    tried: Sequence[Tried], effort: Effort, hasher: FileHasher, store: Store, progress: Progress
+) -> list[Speed | str]:
+    """Compile every rung that verify did not refuse, and measure them in turns; a str says why one was not measured.
+
+    Only the CPU target runs where it is built, so nothing is said about a GPU.
+    """
+    compiled = [_compile(each, hasher, store, progress) for each in tried]
+    engines = [each for each in compiled if isinstance(each, Path)]
+    if not engines:
+        return [str(each) for each in compiled]
+    loads = fitting_loads(engines, (1, effort.concurrency), effort.input_tokens, effort.output_tokens)
+    speeds = iter(compare(engines, loads, effort.repeats, progress))
+    return [next(speeds) if isinstance(each, Path) else each for each in compiled]
+
+
+def _compile(tried: Tried, hasher: FileHasher, store: Store, progress: Progress) -> Path | str:
+    """Return the engine of a rung, or why there is none to measure."""
+    engine = tried.rung.build.config.engine
+    if tried.outcome == "unproven":
+        return "not run: verify refuses it"
+    if engine.target != "openvino":
+        return f"not run: {engine.target} runs on a GPU ({engine.gpu}), not here"
+    # The gate would stop what the table is to show.
+    plan = [step for step in stages.steps(tried.rung.build, hasher, store.root) if step.name != "gate"]
+    try:
+        return run(plan, store, progress, until="compile")["compile"].artifact.path
+    except DiskFull:
+        raise
+    except (HostError, ToolError) as error:
+        return f"not run: {error.message}"
 
 
 def choose(

@@ -62,15 +62,34 @@ def test_a_second_build_reuses_every_step_of_the_ladder(project: Path) -> None:
 
 
 def test_the_ladder_compares_every_step(project: Path) -> None:
-    """Size and quality of all three, whatever a build would take; the chosen one is marked."""
-    document = trtpipe("ladder", "tiny.yaml", "--json", cwd=project).document
+    """Size, speed and quality of all three, whatever a build would take; the chosen one is marked."""
+    short = ("--repeats", "2", "--concurrency", "3")
+    document = trtpipe("ladder", "tiny.yaml", "--json", *short, cwd=project).document
     assert [step["label"] for step in document["steps"]] == ["int4_awq", "bf16", "int8_sq"]
     assert document["chosen"] == 1
     int4, bf16, int8 = document["steps"]
     assert int4["checkpoint_bytes"] < int8["checkpoint_bytes"] < bf16["checkpoint_bytes"]
     assert all(step["blocks"] == 32 for step in document["steps"])
-    table = trtpipe("ladder", "tiny.yaml", cwd=project).stdout
+    for step in document["steps"]:
+        alone, together = step["speed"]["loads"]
+        assert (alone["requests"], together["requests"]) == (1, 3)
+        for metric in ("ttft_ms", "decode_tokens_per_s"):
+            spread = together[metric]
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+    assert document["machine"]["usable_cores"] >= 1
+    table = trtpipe("ladder", "tiny.yaml", "--no-speed", cwd=project).stdout
     assert any(line.startswith("→") and " bf16 " in line and line.endswith("pass") for line in table.splitlines())
+    assert "tok/s" not in table
+
+
+def test_the_speed_of_a_gpu_target_is_not_run_here(project: Path, tmp_path: Path) -> None:
+    """Quality is measured, and no time is made up."""
+    config = tmp_path / "gpu.yaml"
+    lines = (f"extends: {project / 'tiny.yaml'}", "quantization: {format: bf16}", "fallback: []")
+    config.write_text("\n".join((*lines, "engine: {target: tensorrt_llm, gpu: H100}")) + "\n")
+    (step,) = trtpipe("ladder", config, "--json", cwd=tmp_path).document["steps"]
+    assert step["speed"] == {"not_run": "not run: tensorrt_llm runs on a GPU (H100), not here"}
+    assert step["verdict"] == "pass"
 
 
 def test_a_gate_without_fallback_stops_the_build(project: Path, tmp_path: Path) -> None:
@@ -86,7 +105,7 @@ def test_a_gate_without_fallback_stops_the_build(project: Path, tmp_path: Path) 
 
 def test_a_measurement_that_cannot_tell_is_its_own_outcome(project: Path, tmp_path: Path) -> None:
     """Exit code 9 for a limit inside the interval; accepted when the config says so."""
-    step = trtpipe("ladder", "tiny.yaml", "--json", cwd=project).document["steps"][0]
+    step = trtpipe("ladder", "tiny.yaml", "--json", "--no-speed", cwd=project).document["steps"][0]
     (kl,) = [measure["estimate"] for measure in step["measures"] if measure["metric"] == "kl_nats"]
     config = tmp_path / "close.yaml"
     config.write_text(f"extends: {project / 'tiny.yaml'}\nquality: {{max_kl: {kl:.8f}}}\nfallback: []\n")
