@@ -16,6 +16,7 @@ from pipeline.config.load import LoadedConfig
 from pipeline.config.schema import QualityConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.digest import FileHasher
+from pipeline.core.plan import PlannedStep, plan
 from pipeline.core.progress import Progress
 from pipeline.core.runner import StepResult, run
 from pipeline.core.store import Store
@@ -45,7 +46,11 @@ class Rung:
     @property
     def label(self) -> str:
         """What a person calls it: the format, and what else the step changes."""
-        others = (f"{path}={_text(value)}" for path, value in self.changes.items() if path not in FORMAT_KEYS)
+        others = (
+            f"{path.removeprefix('quantization.')}={_text(value)}"
+            for path, value in self.changes.items()
+            if path not in FORMAT_KEYS
+        )
         return " ".join((self.build.label, *others))
 
     def document(self) -> dict[str, Any]:
@@ -94,21 +99,87 @@ class Tried:
         return [check for check in self.report["checks"] if not check["passed"]][:_RECORDED]
 
 
+def look(loaded: LoadedConfig, hasher: FileHasher) -> tuple[Rung, ...]:
+    """Examine the config and every step of its fallback, possible or not."""
+    return tuple(Rung(build=examine(step, hasher), changes=loaded.changes(step)) for step in (loaded, *loaded.fallback))
+
+
 def rungs(loaded: LoadedConfig, hasher: FileHasher) -> tuple[Rung, ...]:
-    """Examine the config and every step of its fallback before anything runs.
+    """Examine the config and every step of its fallback before anything runs, and refuse what cannot be built.
 
     Raises:
         ConfigError: one of them cannot be built, or none could be judged.
     """
-    found = []
-    for step in (loaded, *loaded.fallback):
-        build = examine(step, hasher)
-        build.require_possible()
-        found.append(Rung(build=build, changes=loaded.changes(step)))
+    found = look(loaded, hasher)
+    require_possible(found)
     if not any(rung.build.can_be_judged for rung in found):
         name, problems = loaded.config.name, found[0].build.warnings
         raise ConfigError(f"the quality gate of '{name}' has nothing to compare with", problems=problems)
-    return tuple(found)
+    return found
+
+
+def require_possible(ladder: Sequence[Rung]) -> None:
+    """Refuse a ladder with a rung that cannot be built; raises ConfigError with every problem, and whose it is."""
+    found: dict[Problem, str] = {}
+    for rung in ladder:
+        for problem in rung.build.problems:
+            # What a step has in common with the config is the config's.
+            found.setdefault(problem, f"step {rung.label}: " if rung.changes else "")
+    errors = [
+        replace(problem, where=f"{whose}{problem.where}")
+        for problem, whose in found.items()
+        if problem.severity == "error"
+    ]
+    if errors:
+        name = ladder[0].build.config.name
+        raise ConfigError(f"'{name}' cannot be built: {len(errors)} problem(s)", problems=errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a build would do with a rung.
+
+    fate: taken or rejected when its verification is in the store, and those before it; unreached behind one that
+        is taken; open when something has to be measured first.
+    steps: what would run for it; of a rung that is not built to the end, the steps until verify.
+    """
+
+    rung: Rung
+    fate: Literal["taken", "rejected", "unreached", "open"]
+    steps: tuple[PlannedStep, ...]
+    tried: Tried | None
+
+
+def foresee(ladder: Sequence[Rung], hasher: FileHasher, store: Store) -> list[Outlook]:
+    """Say how a build would go as far as the store tells; runs nothing."""
+    outlooks: list[Outlook] = []
+    for rung in ladder:
+        rejected = [each.tried.document() for each in outlooks if each.tried is not None and each.fate == "rejected"]
+        choice = rung.document() | {"rejected": rejected} if len(ladder) > 1 else None
+        planned = plan(stages.steps(rung.build, hasher, store.root, choice), store)
+        tried = _recall(rung, planned, store)
+        fates = {each.fate for each in outlooks}
+        fate: Literal["taken", "rejected", "unreached", "open"] = "open"
+        if tried is not None and not tried.accepted:
+            fate = "rejected"
+        elif "taken" in fates:
+            fate = "unreached"
+        elif tried is not None and "open" not in fates:
+            fate = "taken"
+        if len(ladder) > 1 and fate in ("rejected", "unreached"):
+            planned = planned[: [each.step.name for each in planned].index("verify") + 1]
+        outlooks.append(Outlook(rung=rung, fate=fate, steps=planned, tried=tried))
+    return outlooks
+
+
+def _recall(rung: Rung, planned: Sequence[PlannedStep], store: Store) -> Tried | None:
+    """Judge a rung by what the store has of it; None when it was not verified yet."""
+    digests = {each.step.name: each.digest for each in planned}
+    made, verified = digests[rung.build.maker], digests["verify"]
+    if made is None or verified is None:
+        return None
+    checkpoint = QuantizedCheckpoint(path=store.path(made), digest=made)
+    return _tried(rung, checkpoint, store.path(verified), {})
 
 
 def climb(ladder: Sequence[Rung], hasher: FileHasher, store: Store, progress: Progress) -> Iterator[Tried]:
@@ -154,11 +225,11 @@ def _compile(tried: Tried, hasher: FileHasher, store: Store, progress: Progress)
     if tried.outcome == "unproven":
         return "not run: verify refuses it"
     if engine.target != "openvino":
-        return f"not run: {engine.target} runs on a GPU ({engine.gpu}), not here"
+        return f"not run: of all targets openvino alone runs where it is built, and this is {engine.target}"
     # The gate would stop what the table is to show.
-    plan = [step for step in stages.steps(tried.rung.build, hasher, store.root) if step.name != "gate"]
+    steps = [step for step in stages.steps(tried.rung.build, hasher, store.root) if step.name != "gate"]
     try:
-        return run(plan, store, progress, until="compile")["compile"].artifact.path
+        return run(steps, store, progress, until="compile")["compile"].artifact.path
     except DiskFull:
         raise
     except (HostError, ToolError) as error:
@@ -188,13 +259,17 @@ def choose(
 
 def _try(rung: Rung, hasher: FileHasher, store: Store, progress: Progress) -> Tried:
     # What verify refuses is a finding about this rung, not the end of the ladder.
-    plan = [replace(step, require=lambda _artifact: None) for step in stages.steps(rung.build, hasher, store.root)]
-    results = run(plan, store, progress, until="verify")
+    steps = [replace(step, require=lambda _artifact: None) for step in stages.steps(rung.build, hasher, store.root)]
+    results = run(steps, store, progress, until="verify")
     checkpoint, verification = results[rung.build.maker].artifact, results["verify"].artifact
     if not isinstance(checkpoint, QuantizedCheckpoint):
         raise TypeError(f"{rung.build.maker} gave {type(checkpoint).__name__}")
-    report = read_report(verification.path)
-    outcome, verdict, reasons = _judge(verification.path, report, rung.build.config.quality)
+    return _tried(rung, checkpoint, verification.path, results)
+
+
+def _tried(rung: Rung, checkpoint: QuantizedCheckpoint, verification: Path, results: Mapping[str, StepResult]) -> Tried:
+    report = read_report(verification)
+    outcome, verdict, reasons = _judge(verification, report, rung.build.config.quality)
     return Tried(
         rung=rung,
         outcome=outcome,

@@ -307,7 +307,7 @@ def _verify(
 
     return Step(
         name="verify",
-        version=3,
+        version=4,
         output=VerificationReport,
         params=limits.model_dump(mode="json")
         | {

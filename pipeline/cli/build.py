@@ -1,13 +1,11 @@
-"""build, its single stages, and plan."""
+"""build and its single stages."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +16,10 @@ from pipeline.cli.progress import for_this_terminal
 
 if TYPE_CHECKING:
     from pipeline.core.digest import FileHasher
-    from pipeline.core.plan import PlannedStep
     from pipeline.core.runner import StepResult
     from pipeline.core.store import Store
-    from pipeline.errors import Problem
     from pipeline.examine import Build
     from pipeline.ladder import Rung
-
-
-_DIFFERENCE = {"openvino": "CPU differs from GPU", "vllm": "vLLM differs from what is proven"}
 
 
 @click.command()
@@ -68,81 +61,6 @@ quantize = _stage_command("quantize", "Build CONFIG up to the quantized checkpoi
 verify = _stage_command("verify", "Build CONFIG up to the verification report and print its findings.")
 compile_ = _stage_command("compile", "Build CONFIG up to the engine and print where it is.")
 emit = _stage_command("emit", "Build CONFIG up to the model repository in the store, without publishing a copy.")
-
-
-@click.command()
-@options.config_argument
-@options.store_option
-@options.json_option
-def plan(config: Path, overrides: tuple[str, ...], store_root: Path, as_json: bool) -> None:
-    """Show what a build of CONFIG would run, reuse and need. Runs nothing.
-
-    A miss names the field that differs from the nearest earlier run of that stage.
-    """
-    from pipeline import stages
-    from pipeline.core.plan import plan as plan_steps
-    from pipeline.examine import deviations, gpu_plan
-    from pipeline.planner import needs as planner
-
-    build, store, hasher = _prepare(config, overrides, store_root)
-    planned = plan_steps(stages.steps(build, hasher, store.root), store)
-    document: dict[str, Any] = {
-        "name": build.config.name,
-        "target": build.config.engine.target,
-        "stages": [_planned_document(step) for step in planned],
-        "needs": [asdict(need) for need in planner.needs(build.architecture, build.config)],
-        "deviations": deviations(build.config),
-        "problems": [asdict(problem) for problem in build.problems],
-        **gpu_plan(build),
-    }
-    if as_json:
-        output.emit_json(document)
-    else:
-        _print_plan(document, build.warnings)
-    build.require_possible()
-
-
-def _print_plan(document: dict[str, Any], warnings: Sequence[Problem]) -> None:
-    click.echo(f"plan of '{document['name']}' for {document['target']}\n")
-    rows = [(s["name"], s["status"], (s["key"] or "unknown")[7:19], s["reason"]) for s in document["stages"]]
-    click.echo(output.table(("stage", "status", "key", "why"), rows))
-    needs = [(need["what"], output.size(need["n_bytes"]), need["why"]) for need in document["needs"]]
-    click.echo("\n" + output.table(("needs", "size", "why"), needs))
-    if "budget" in document:
-        budget = [(row["what"], output.size(row["bytes"]), row["how"]) for row in document["budget"]["table"]]
-        click.echo("\n" + output.table(("each GPU holds", "size", "why"), budget))
-    if "commands" in document:
-        click.echo("\ncommands that the GPU node runs (not run here):")
-        for command in document["commands"]:
-            click.echo("  " + shlex.join(command))
-    for text in document["deviations"]:
-        click.echo(f"\n{_DIFFERENCE.get(document['target'], 'not as proven')}: {text}")
-    for problem in warnings:
-        click.echo(f"\nwarning: {problem}")
-
-
-def _planned_document(step: PlannedStep) -> dict[str, Any]:
-    return {
-        "name": step.step.name,
-        "status": step.status,
-        "key": step.key,
-        "digest": step.digest,
-        "reason": step.reason,
-        "params": step.step.params,
-        "toolchain": step.step.toolchain,
-    }
-
-
-def _prepare(config: Path, overrides: Sequence[str], store_root: Path) -> tuple[Build, Store, Any]:
-    from pipeline.config.load import load
-    from pipeline.core.digest import FileHasher
-    from pipeline.core.store import Store
-    from pipeline.examine import examine
-
-    loaded = load(config, overrides)
-    store = Store(store_root)
-    hasher = FileHasher(store_root / "stat-cache.json")
-    return examine(loaded, hasher), store, hasher
 
 
 def _run(

@@ -25,7 +25,7 @@ DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 COMMANDS = {
     "build": ("pipeline.cli.build:build", "Run every stage and write the Triton model repository."),
-    "plan": ("pipeline.cli.build:plan", "Show what a build would run, reuse and need; runs nothing."),
+    "plan": ("pipeline.cli.plan:plan", "Show what a build would run, reuse and need; runs nothing."),
     "quantize": ("pipeline.cli.build:quantize", "Build up to the quantized checkpoint."),
     "verify": ("pipeline.cli.build:verify", "Build up to the proof that the checkpoint computes the same."),
     "compile": ("pipeline.cli.build:compile_", "Build up to the engine."),

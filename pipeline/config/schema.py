@@ -249,7 +249,7 @@ class QualityConfig(Section):
     )
     tasks: tuple[Path, ...] = Field(
         default=(),
-        description="JSONL files of your own questions: prompt (or messages), answer, and match: contains or exact.",
+        description="JSONL files of your questions: prompt (or messages), answer, match (contains, exact or starts).",
     )
     min_task_score: float | None = Field(
         default=None, ge=0, le=1, description="Share of each task's questions that must be answered correctly."

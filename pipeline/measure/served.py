@@ -4,6 +4,7 @@
     warm = cold        a prefix that the cache knows changes nothing
     batch N = batch 1  neighbours in the batch change nothing
     length             answers are as long as the baseline's, within 10 % on both sides
+    score, drop        questions with known answers: how many are right, and how many fewer than the baseline's
 
 Greedy answers of a correct engine can still part where two tokens are nearly tied, because other shapes are
 other orders of summation; so the second and third rule ask for a share of equal answers, the first for all.
@@ -11,14 +12,14 @@ other orders of summation; so the second and third rule ask for a share of equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import MeasurementError
-from pipeline.measure.gate import Outcome
-from pipeline.measure.quality import Interval, mean_per_token
+from pipeline.measure.gate import Measure, Outcome
+from pipeline.measure.quality import Interval, drop_between_items, mean_per_token, share_of_items
 
 LENGTH_TOLERANCE = 0.1
 
@@ -37,13 +38,14 @@ Ask = Callable[[str, bool], Answer]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One rule: what was seen, what is asked for, and the verdict."""
+    """One rule: what was seen, what is asked for, and the verdict; `figures` are what was seen as numbers."""
 
     rule: str
     seen: str
     wanted: str
     outcome: Outcome
     example: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -92,6 +94,7 @@ def _agreement(
         wanted=f"at least {least:.0%}",
         outcome="pass" if equal >= least * len(prompts) else "fail",
         example=example,
+        figures={"equal": equal, "asked": len(prompts)},
     )
 
 
@@ -112,6 +115,7 @@ def compare_length(candidate: Sequence[Answer], baseline: Sequence[Answer], conf
         seen=f"{ratio.estimate:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
         wanted=f"{1 - LENGTH_TOLERANCE:g} to {1 + LENGTH_TOLERANCE:g}",
         outcome=_within(ratio),
+        figures=_figures(ratio, confidence, "ratio of sums with Student's t", prompts=len(candidate)),
     )
 
 
@@ -120,3 +124,44 @@ def _within(ratio: Interval) -> Outcome:
     if low <= ratio.low and ratio.high <= high:
         return "pass"
     return "fail" if ratio.high < low or ratio.low > high else "inconclusive"
+
+
+def score(task: str, marks: Sequence[int], confidence: float, least: float | None) -> Finding:
+    """Judge the share of right answers (1 of `marks`), with Wilson's score interval; without `least` it passes."""
+    share = share_of_items(marks, confidence)
+    return Finding(
+        rule=f"score of {task}",
+        seen=f"{_percent(share, '.1%')} of {len(marks)}",
+        wanted="-" if least is None else f"at least {least:.1%}",
+        outcome=Measure(metric=task, interval=share, bound="min", limit=least).outcome,
+        figures=_figures(share, confidence, "Wilson's score interval", questions=len(marks), right=sum(marks)),
+    )
+
+
+def drop(task: str, before: Sequence[int], after: Sequence[int], confidence: float, most: float) -> Finding:
+    """Judge how many fewer answers are right than the baseline's to the same questions, in the same order.
+
+    The pairs decide: Newcombe's interval for paired proportions. A baseline that is right more seldom than the
+    drop that is allowed cannot show one, so that is inconclusive, whatever the interval.
+    """
+    fall, possible = drop_between_items(before, after, confidence), share_of_items(before, confidence).high
+    outcome = Measure(metric=task, interval=fall, limit=most).outcome
+    lost = sum(was > now for was, now in zip(before, after, strict=True))
+    won = sum(was < now for was, now in zip(before, after, strict=True))
+    pairs = {"questions": len(before), "baseline_right": sum(before), "right": sum(after), "lost": lost, "won": won}
+    return Finding(
+        rule=f"drop of {task}",
+        seen=f"{_percent(fall, '+.1%')}, {lost} lost and {won} won of {len(before)}",
+        wanted=f"at most {most:.1%}",
+        outcome="inconclusive" if outcome == "pass" and possible <= most else outcome,
+        example="the baseline answers too few to show a drop" if possible <= most else "",
+        figures=_figures(fall, confidence, "Newcombe 1998, method 10 (paired proportions)", **pairs),
+    )
+
+
+def _percent(interval: Interval, style: str) -> str:
+    return f"{interval.estimate:{style}} [{interval.low:{style}}, {interval.high:{style}}]"
+
+
+def _figures(interval: Interval, confidence: float, method: str, **counts: int) -> dict[str, Any]:
+    return {**interval.document(), "confidence": confidence, "method": method, **counts}

@@ -1,13 +1,16 @@
 """A user's own questions, answered greedily by both models and marked right or wrong.
 
 A task is a JSONL file; a row is {"prompt": "…", "answer": "…"} or {"messages": […], "answer": "…"}, with
-`match`: contains (default; the answer occurs in the text, whatever the case) or exact (the text is the
-answer, spaces at the ends aside), and `max_tokens` (default 32) for the answer's length.
+`match`: contains (default; the answer occurs in the text, whatever the case), exact (the text is the
+answer, spaces at the ends aside) or starts (the text begins with the answer as whole words, whatever the
+case), and `max_tokens` (default 32) for the answer's length.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ from pipeline.quantize.documents import Document, parse_row
 from pipeline.quantize.text_encoder import TextEncoder
 
 _MAX_TOKENS = 32
+_LEAST_CONTEXT, _MOST_CONTEXT, _STRIDE = 20, 60, 7
+_WORD_TOKENS = 8
 _KEYS = {"prompt", "messages", "answer", "match", "max_tokens"}
 
 
@@ -29,13 +34,15 @@ class Question:
 
     document: Document
     answer: str
-    match: Literal["contains", "exact"] = "contains"
+    match: Literal["contains", "exact", "starts"] = "contains"
     max_tokens: int = _MAX_TOKENS
 
     def is_right(self, text: str) -> bool:
         """Mark a generated text."""
         if self.match == "exact":
             return text.strip() == self.answer.strip()
+        if self.match == "starts":
+            return re.match(rf"\s*{re.escape(self.answer)}(?!\w)", text, re.IGNORECASE) is not None
         return self.answer.lower() in text.lower()
 
 
@@ -56,9 +63,33 @@ def read_task(path: Path) -> list[Question]:
     problems = [Problem(where=f"{path}:{number}", message=row) for number, row in rows if isinstance(row, str)]
     if problems or not rows:
         what = f"has {len(problems)} malformed rows" if problems else "holds no question"
-        hint = 'A row is {"prompt": "…", "answer": "…"}; match (contains or exact) and max_tokens may be added.'
+        hint = 'A row is {"prompt": "…", "answer": "…"}; match (contains, exact or starts) and max_tokens may be added.'
         raise ConfigError(f"the task {path} {what}", problems=problems, hint=hint)
     return [row for _, row in rows if isinstance(row, Question)]
+
+
+def task_digest(path: Path) -> str:
+    """Return the sha256 of a task's file, by which answers to it are known to be answers to the same questions."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def next_words(texts: Sequence[str], count: int) -> list[Question]:
+    """Make questions of running text: the right answer is the word that follows, `count` words at most.
+
+    Prediction of a word from what stands before it, as in LAMBADA (Paperno et al. 2016, arXiv 1606.06031), with
+    words spread evenly over the text instead of words chosen to be hard. Only words of letters are asked for.
+    """
+    found = []
+    for text in texts:
+        words = list(re.finditer(r"\S+", text))
+        for number in range(_LEAST_CONTEXT, len(words), _STRIDE):
+            word = re.match(r"[^\W\d_]{3,12}(?=\W*$)", words[number].group())
+            if word is not None:
+                begin, end = words[max(0, number - _MOST_CONTEXT)].start(), words[number - 1].end()
+                document = Document(text=text[begin:end])
+                found.append(Question(document=document, answer=word.group(), match="starts", max_tokens=_WORD_TOKENS))
+    step = max(1.0, len(found) / count) if count else 1.0
+    return [found[int(position * step)] for position in range(min(count, len(found)))]
 
 
 def _question(line: str) -> Question | str:
@@ -84,7 +115,7 @@ def _wrong(row: object) -> str:
     faults = {
         f"unknown keys {sorted(row.keys() - _KEYS)}.": bool(row.keys() - _KEYS),
         "answer must be a text that is not empty.": not isinstance(answer, str) or not answer.strip(),
-        f"match must be contains or exact, not {match!r}.": match not in ("contains", "exact"),
+        f"match must be contains, exact or starts, not {match!r}.": match not in ("contains", "exact", "starts"),
         "max_tokens must be a whole number of at least 1.": type(max_tokens) is not int or max_tokens < 1,
     }
     return next((message for message, found in faults.items() if found), "")

@@ -43,7 +43,7 @@ from pipeline.quantize.readers import HuggingFaceReader, read_quantized
 from pipeline.quantize.reference import LinearFormat
 from pipeline.quantize.sparsity import check_sparsity, read_sparsity
 from pipeline.quantize.structure import check_structure
-from pipeline.quantize.tasks import mark_answers, read_task
+from pipeline.quantize.tasks import mark_answers, read_task, task_digest
 from pipeline.quantize.tensor_files import TensorFiles
 from pipeline.quantize.text_encoder import TextEncoder
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
@@ -205,7 +205,15 @@ def _score(
         mark_answers(build_model(directory, side, resident=True), source, questions, progress) if tasks else {}
         for directory, side in sides
     ]
-    answers = [{"file": name, "source": marks[0][name], "quantized": marks[1][name]} for name in questions]
+    answers = [
+        {
+            "file": path.name,
+            "sha256": task_digest(path),
+            "source": marks[0][path.name],
+            "quantized": marks[1][path.name],
+        }
+        for path in tasks
+    ]
     return _Scores(text=text, sequences=len(ids), tasks=answers)
 
 

@@ -82,13 +82,32 @@ def test_the_ladder_compares_every_step(project: Path) -> None:
     assert "tok/s" not in table
 
 
+def test_plan_tells_how_far_every_step_is_known(project: Path, tmp_path: Path) -> None:
+    """What a build takes and why, sizes as built or as estimated, and what the store has of each step."""
+    document = trtpipe("plan", "tiny.yaml", "--json", cwd=project).document
+    known = [(step["label"], step["fate"], step["verdict"], step["estimated"]) for step in document["ladder"]]
+    assert known == [
+        ("int4_awq", "rejected", "fail", False),
+        ("bf16", "taken", "pass", False),
+        ("int8_sq", "unreached", "pass", False),
+    ]
+    assert {stage["status"] for stage in document["ladder"][1]["stages"]} == {"hit"}
+    assert [stage["name"] for stage in document["ladder"][0]["stages"]] == ["quantize", "verify"]
+    table = trtpipe("plan", "tiny.yaml", "--store", tmp_path / "new", cwd=project).stdout
+    (line,) = [line for line in table.splitlines() if line.startswith("int8_sq")]
+    assert "about " in line
+    assert "open" in line
+    assert "quantize miss, verify unknown" in line
+
+
 def test_the_speed_of_a_gpu_target_is_not_run_here(project: Path, tmp_path: Path) -> None:
     """Quality is measured, and no time is made up."""
     config = tmp_path / "gpu.yaml"
     lines = (f"extends: {project / 'tiny.yaml'}", "quantization: {format: bf16}", "fallback: []")
     config.write_text("\n".join((*lines, "engine: {target: tensorrt_llm, gpu: H100}")) + "\n")
     (step,) = trtpipe("ladder", config, "--json", cwd=tmp_path).document["steps"]
-    assert step["speed"] == {"not_run": "not run: tensorrt_llm runs on a GPU (H100), not here"}
+    assert list(step["speed"]) == ["not_run"]
+    assert "this is tensorrt_llm" in step["speed"]["not_run"]
     assert step["verdict"] == "pass"
 
 
@@ -146,7 +165,7 @@ def test_a_step_that_cannot_be_built_is_refused_before_anything_runs(project: Pa
     config.write_text(f"extends: {project / 'tiny.yaml'}\nfallback:\n  - quantization: {{format: w4a8_awq}}\n")
     for command in (("config", "check"), ("build",)):
         outcome = trtpipe(*command, config, cwd=tmp_path, code=3)
-        assert "impossible.yaml:3 quantization.format: w4a8_awq" in outcome.stderr
+        assert "step w4a8_awq: impossible.yaml:3 quantization.format: w4a8_awq" in outcome.stderr
     assert not list((tmp_path / ".trtpipe").rglob("quantization.json"))
 
 

@@ -18,8 +18,8 @@ def use_model_code(*models: str) -> None:
             sys.path.append(str(place))
 
 
-def tiny_engine(directory: Path, **limits: int) -> Path:
-    """Export the tiny Llama to OpenVINO and write the engine directory that the emitter reads.
+def tiny_engine(directory: Path, *, seed: int = 0, **limits: int) -> Path:
+    """Export the tiny Llama of a seed to OpenVINO and write the engine directory that the emitter reads.
 
     float32, so that a sequence does not depend on what it is batched with.
     """
@@ -27,7 +27,7 @@ def tiny_engine(directory: Path, **limits: int) -> Path:
 
     from tests.support.checkpoints import tiny_llama
 
-    source = tiny_llama(directory / "source")
+    source = tiny_llama(directory / "source", seed=seed)
     engine = directory / "engine"
     model = OVModelForCausalLM.from_pretrained(source, export=True, load_in_8bit=False, compile=False)
     model.save_pretrained(engine)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pipeline.errors import MeasurementError
-from pipeline.measure.served import Answer, compare_length, conformance
+from pipeline.measure.served import Answer, compare_length, conformance, drop, score
 
 pytestmark = pytest.mark.fast
 
@@ -75,3 +75,47 @@ def test_length_needs_servers_that_count() -> None:
     """Unknown is not zero."""
     with pytest.raises(MeasurementError, match="how many tokens"):
         compare_length(answers(3, None), answers(3, 3), 0.95)
+
+
+def marks(right: int, of: int) -> list[int]:
+    """The first answers right, the others wrong."""
+    return [1] * right + [0] * (of - right)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "of", "outcome"),
+    [
+        (80, 80, 100, "pass"),
+        (80, 40, 100, "fail"),
+        (80, 75, 100, "inconclusive"),
+        (8, 8, 10, "inconclusive"),
+        (0, 0, 1000, "inconclusive"),
+        (40, 80, 100, "pass"),
+    ],
+)
+def test_the_whole_interval_of_the_drop_decides(before: int, after: int, of: int, outcome: str) -> None:
+    """Few questions, or a baseline that is never right, cannot show that nothing was lost."""
+    assert drop("q", marks(before, of), marks(after, of), 0.95, 0.05).outcome == outcome
+
+
+def test_a_drop_is_told_with_its_pairs_and_its_method() -> None:
+    """Who lost and who won is more than the difference of two scores."""
+    finding = drop("q", [1, 1, 0, 0] * 25, [1, 0, 1, 0] * 25, 0.95, 0.05)
+    assert (finding.figures["lost"], finding.figures["won"], finding.figures["estimate"]) == (25, 25, 0)
+    assert "Newcombe" in finding.figures["method"]
+    assert finding.document()["figures"]["low"] < 0 < finding.document()["figures"]["high"]
+
+
+def test_pairs_that_agree_make_the_drop_more_certain() -> None:
+    """The same two scores say less when other questions are answered."""
+    together = drop("q", marks(50, 100), marks(50, 100), 0.95, 0.05).figures
+    apart = drop("q", marks(50, 100), marks(50, 100)[::-1], 0.95, 0.05).figures
+    assert together["high"] < 0.3 * apart["high"]
+
+
+def test_a_score_is_judged_only_when_one_is_asked_for() -> None:
+    """Half of the answers are right."""
+    assert score("q", marks(50, 100), 0.95, None).outcome == "pass"
+    assert score("q", marks(50, 100), 0.95, 0.3).outcome == "pass"
+    assert score("q", marks(50, 100), 0.95, 0.8).outcome == "fail"
+    assert score("q", marks(50, 100), 0.95, 0.5).outcome == "inconclusive"
