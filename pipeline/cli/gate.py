@@ -172,14 +172,14 @@ def _scores(
 
 def _tasks(settings: Settings) -> dict[str, Sequence[Question]]:
     """Return the questions with known answers, by the name of their task."""
-    from pipeline.quantize.calibration import SHIPPED_HELD, read_documents
+    from pipeline.quantize.documents import SHIPPED_HELD, read_documents
     from pipeline.quantize.tasks import next_words, read_task
 
     if settings.against is not None and settings.report is not None:
         raise click.UsageError("--against and --report are two baselines; give one.")
     tasks: dict[str, Sequence[Question]] = {path.name: read_task(path) for path in settings.tasks}
     if settings.against is not None and settings.next_words:
-        texts = [document.text for document in read_documents(settings.text or SHIPPED_HELD)]
+        texts = [document.text for document in read_documents(settings.text or SHIPPED_HELD, key="--text")]
         words = next_words(texts, settings.next_words)
         tasks |= {NEXT_WORDS: words} if words else {}
     return tasks
