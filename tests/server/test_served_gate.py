@@ -23,8 +23,8 @@ pytestmark = pytest.mark.server
 
 LENIENT = ("--max-tokens", "12", "--concurrency", "4", "--min-agreement", "0.8", "--prompts", "many.txt")
 MANY = "\n\n".join(f"Number {number}: the quick brown fox said that the capital is" for number in range(16))
-# Three letters a word: a question of sixty words is still short enough for the tiny engine.
-SHORT_WORDS = " ".join(("the", "cat", "and", "dog", "sat") * 60)
+# Three letters a word, or a question of sixty words were too long for the tiny engine; and it knows none of them.
+SHORT_WORDS = " ".join(("xqz", "vjk", "kwy", "zzv", "qjx") * 60)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def test_too_few_prompts_for_the_length_are_inconclusive(url: str, tmp_path: Pat
 
 
 def test_an_equal_deployment_loses_nothing_of_the_tasks(url: str, tasks: Path, tmp_path: Path) -> None:
-    """The drop against itself is 0, surely below the limit; the tiny model knows no word of the shipped text."""
+    """The drop against itself is 0, surely below the limit; it never knows the next word, which tells nothing."""
     (tmp_path / "many.txt").write_text(MANY)
     (tmp_path / "words.txt").write_text(SHORT_WORDS)
     arguments = ("--against", url, "--tasks", tasks, "--text", "words.txt", *LENIENT)
@@ -96,7 +96,8 @@ def test_an_equal_deployment_loses_nothing_of_the_tasks(url: str, tasks: Path, t
     assert rules["drop of questions.jsonl"]["figures"]["lost"] == 0
     assert rules["score of questions.jsonl"]["figures"]["right"] >= 100
     assert rules["length / baseline"]["outcome"] == "pass"
-    assert rules["drop of next words"]["example"] == "the baseline answers too few to show a drop"
+    assert rules["drop of next words"]["figures"]["baseline_right"] == 0
+    assert rules["drop of next words"]["outcome"] == "inconclusive"
 
 
 def test_a_degraded_deployment_fails_by_the_questions_it_lost(
