@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig, VerifyConfig
-from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
+from pipeline.core.artifacts import Calibration, QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.quantize.verify import static_checks
 from tests.support.checkpoints import tiny_llama
 
@@ -36,21 +37,25 @@ HIDDEN, LAYERS = 1536, 10
 
 def quantized(source: Path, format_: Format, work: Path) -> Path:
     """Quantize `source` to WORK/<format>, or take what lies there."""
-    from pipeline.quantize.quantize import quantize
+    from pipeline.quantize.calibrate import calibrate
+    from pipeline.quantize.quantize import plan_formats, quantize
 
     out = work / format_
     if not (out / "calibration.json").exists():
-        quantize(
-            SourceCheckpoint(path=source, digest="source"),
-            QuantizationConfig(format=format_, group_size=64),
+        source_checkpoint = SourceCheckpoint(path=source, digest="source")
+        quantization = QuantizationConfig(format=format_, group_size=64)
+        wanted = WantedCheckpoint(export="hf")
+        found = Calibration(path=work / f"{format_}-calibration", digest="calibration")
+        calibrate(
+            source_checkpoint,
+            quantization,
             CalibrationConfig(num_samples=4, max_seq_len=64),
-            export="hf",
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            dtype="bfloat16",
-            out=out,
+            formats=plan_formats(source_checkpoint, quantization, wanted),
+            kv_ranges=False,
+            out=found.path,
             progress=Silent(),
         )
+        quantize(source_checkpoint, quantization, found, wanted, out=out, progress=Silent())
     return out
 
 

@@ -1,6 +1,7 @@
 """The product in one file: every stage of a build, in order, and what each depends on.
 
-    BuildConfig ─ resolve ─▶ SourceCheckpoint ─ sparsify? ─▶ SourceCheckpoint ─ quantize ─▶ QuantizedCheckpoint
+    BuildConfig ─ resolve ─▶ SourceCheckpoint ─ sparsify? ─▶ SourceCheckpoint ─ calibrate? ─▶ Calibration
+    SourceCheckpoint, Calibration ─ quantize ─▶ QuantizedCheckpoint
     QuantizedCheckpoint ─ verify ─▶ VerificationReport ─ gate? ─▶ QualityVerdict
     QuantizedCheckpoint ─ compile ─▶ Engine ─ emit ─▶ ModelRepository
 
@@ -28,6 +29,7 @@ from pipeline.config.rules import AWQ, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.schema import BuildConfig, CalibrationConfig, QuantizationConfig, SourceConfig
 from pipeline.core.artifacts import (
     Artifact,
+    Calibration,
     Engine,
     FormatChoice,
     ModelRepository,
@@ -44,6 +46,7 @@ from pipeline.examine import Build
 from pipeline.host.files import write_atomic
 from pipeline.host.probe import probe, toolchain
 from pipeline.measure.gate import judge
+from pipeline.quantize.formats import WantedCheckpoint, needs_text, stores_kv_scales
 from pipeline.targets.vllm.compile import VERSION
 
 if TYPE_CHECKING:
@@ -103,7 +106,7 @@ def steps(
     if build.config.quantization.format == "auto":
         ordered += [_score(build, weights, hasher), _choose(build)]
     ordered += [
-        _quantize(build, weights, hasher) if build.made is None else _convert(build, build.made, checkpoint),
+        *(_make(build, weights, hasher) if build.made is None else [_convert(build, build.made, checkpoint)]),
         _verify(build, checkpoint, weights, hasher),
         *([_gate(build, choice or {})] if gated else []),
         *([_repack(build)] if _is_repacked(build) else []),
@@ -194,10 +197,57 @@ def _choose(build: Build) -> Step:
     )
 
 
-def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHasher) -> Step:
-    """Calibrate and quantize with ModelOpt, then export for the target."""
+def _make(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher) -> list[Step]:
+    """What ModelOpt does: find ranges in text where a format has any, then quantize and export for the target."""
+    calibrated = needs_text(build.config.quantization, export=_export(build.config))
+    return [
+        *([_calibrate(build, weights, hasher)] if calibrated else []),
+        _quantize(build, weights, calibrated=calibrated),
+    ]
+
+
+def _calibrate(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher) -> Step:
+    """Feed the text to the model, layer by layer; nothing of the target is in the result."""
     config = build.config
-    export: Literal["hf", "trtllm"] = "trtllm" if config.engine.target == "tensorrt_llm" else "hf"
+    kv_ranges = stores_kv_scales(config.quantization, export=_export(config))
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.calibrate import calibrate
+        from pipeline.quantize.quantize import plan_formats
+
+        quantization = _decided(ctx, config)
+        calibrate(
+            _source(ctx),
+            quantization,
+            config.calibration,
+            # Guard: what this target cannot hold is refused now, not after hours of calibration.
+            formats=plan_formats(_source(ctx), quantization, _wanted(config)),
+            kv_ranges=kv_ranges,
+            out=ctx.out,
+            progress=ctx.progress,
+            resume=ctx.resume,
+        )
+
+    quantization = _relevant_quantization(config)
+    quantization.pop("auto", None)
+    del quantization["kv_cache"]
+    return Step(
+        name="calibrate",
+        version=1,
+        output=Calibration,
+        params={
+            "quantization": quantization | {"kv_ranges": kv_ranges},
+            "calibration": _calibration_identity(config, hasher),
+        },
+        inputs={"source": weights, **_choice(config)},
+        toolchain=toolchain("nvidia-modelopt", "torch", "transformers", "tokenizers"),
+        run=run,
+    )
+
+
+def _quantize(build: Build, weights: str | SourceCheckpoint, *, calibrated: bool) -> Step:
+    """Quantize layer by layer with ModelOpt and write the checkpoint that the target reads."""
+    config = build.config
 
     def run(ctx: StepContext) -> None:
         from pipeline.quantize.quantize import quantize
@@ -205,30 +255,44 @@ def _quantize(build: Build, checkpoint: str | SourceCheckpoint, hasher: FileHash
         quantize(
             _source(ctx),
             _decided(ctx, config),
-            config.calibration,
-            export=export,
-            tensor_parallel_size=config.engine.tensor_parallel_size,
-            pipeline_parallel_size=config.engine.pipeline_parallel_size,
-            dtype=_dtype(config),
+            _input(ctx, "calibration", Calibration) if calibrated else None,
+            _wanted(config),
             out=ctx.out,
             progress=ctx.progress,
+            resume=ctx.resume,
         )
 
     return Step(
         name="quantize",
-        version=1,
+        version=2,
         output=QuantizedCheckpoint,
         params={
-            "export": export,
+            "export": _export(config),
             "dtype": _dtype(config),
             "quantization": {name: value for name, value in _relevant_quantization(config).items() if name != "auto"},
-            "calibration": _calibration_identity(config, hasher),
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "pipeline_parallel_size": config.engine.pipeline_parallel_size,
         },
-        inputs={"source": checkpoint} | ({"choice": "choose"} if config.quantization.format == "auto" else {}),
+        inputs={"source": weights, **_choice(config), **({"calibration": "calibrate"} if calibrated else {})},
         toolchain=toolchain("nvidia-modelopt", "torch", "transformers", "tokenizers"),
         run=run,
+    )
+
+
+def _choice(config: BuildConfig) -> dict[str, str]:
+    return {"choice": "choose"} if config.quantization.format == "auto" else {}
+
+
+def _export(config: BuildConfig) -> Literal["hf", "trtllm"]:
+    return "trtllm" if config.engine.target == "tensorrt_llm" else "hf"
+
+
+def _wanted(config: BuildConfig) -> WantedCheckpoint:
+    return WantedCheckpoint(
+        export=_export(config),
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+        pipeline_parallel_size=config.engine.pipeline_parallel_size,
+        dtype=_dtype(config),
     )
 
 

@@ -53,6 +53,23 @@ class FormatChoice(Artifact):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibration(Artifact):
+    """What a text and a source checkpoint gave ModelOpt, for any target: no rank, layout or dtype is in it.
+
+    formats.json         quantized layer -> format
+    calibration.json     source, digest of exactly the ids that were fed, token statistics
+    state.safetensors    float32, by Hugging Face module name:
+                           <layer>.input_amax       [in]  largest |x| of each input channel (static activations)
+                           <layer>.pre_quant_scale  [in]  p that multiplies x, as ModelOpt found it for this layer
+                           <layer>.clip             share of each group's range that is kept (awq clip and full)
+                           <attention>.k_amax, .v_amax  [1]  largest |key| and |value|, where the KV cache is quantized
+    inputs.safetensors   <layer>.input float32 [n, in]: rows of each quantized layer's input, for the probes
+    """
+
+    kind = "calibration"
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizedCheckpoint(Artifact):
     """What ModelOpt made of a source checkpoint.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.config.legality import table
 from pipeline.config.rules import AWQ, formats_of, layer_format
@@ -17,6 +17,8 @@ from pipeline.config.shapes import split_by_overrides
 from pipeline.errors import ConfigError, Problem
 
 Shapes = Mapping[str, tuple[int, int]]
+Export = Literal["hf", "trtllm"]
+DType = Literal["bfloat16", "float16"]
 
 # Layers that tensor parallelism cuts along the input axis in the Llama family.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj"})
@@ -36,6 +38,23 @@ class FormatTraits:
     grouped: bool = False
     smoothed: bool = False
     static_activations: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedCheckpoint:
+    """The checkpoint that a target asks for.
+
+    Attributes:
+        export: "hf" writes hf/, "trtllm" writes trtllm/.
+        tensor_parallel_size: ranks that share each layer (shards trtllm/; limits the group size).
+        pipeline_parallel_size: groups of consecutive layers (shards trtllm/).
+        dtype: of norms, embeddings and unquantized layers; the formats bf16 and fp16 have their own.
+    """
+
+    export: Export
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    dtype: DType = "bfloat16"
 
 
 _TRAITS: Mapping[Format, FormatTraits] = {
@@ -64,23 +83,15 @@ _INT8_PER_TENSOR: dict[str, Any] = {"num_bits": 8, "axis": None}
 _INT8_PER_CHANNEL: dict[str, Any] = {"num_bits": 8, "axis": 0}
 
 
-def clips_weights(quantization: QuantizationConfig) -> bool:
-    """Whether int4_awq's ranges are narrower than the weights, so that the largest ones are cut to the last code."""
-    return "int4_awq" in formats_of(quantization) and quantization.awq != "lite"
-
-
 def needs_text(quantization: QuantizationConfig, *, export: str) -> bool:
     """Whether text is fed at all: to observers, or once, for the rows that `probes` records of quantized layers."""
-    made = (traits(form, export=export) for form in formats_of(quantization))
-    return any(form.quantized for form in made) or needs_calibration(quantization, export=export)
+    made = any(traits(form, export=export).quantized for form in formats_of(quantization))
+    return made or stores_kv_scales(quantization, export=export)
 
 
-def needs_calibration(quantization: QuantizationConfig, *, export: str) -> bool:
-    """Whether any quantizer has to see text; plain rounding of weights (int8_wo, int4_wo) does not."""
-    made = (traits(form, export=export) for form in formats_of(quantization))
-    return any(form.smoothed or form.static_activations for form in made) or stores_kv_scales(
-        quantization, export=export
-    )
+def observes(form: Format) -> bool:
+    """Whether layers of a format have to see text; plain rounding of weights (int8_wo, int4_wo) does not."""
+    return _TRAITS[form].smoothed or _TRAITS[form].static_activations
 
 
 def stores_kv_scales(quantization: QuantizationConfig, *, export: str) -> bool:
@@ -202,57 +213,37 @@ def search_config(quantization: QuantizationConfig, form: Format) -> dict[str, A
     entries.append({"quantizer_name": "*weight_quantizer", "cfg": weights})
     if activations:
         entries.append({"quantizer_name": "*input_quantizer", "cfg": activations})
-    return {"quant_cfg": entries, "algorithm": _algorithm(form, quantization)}
+    return {"quant_cfg": entries, "algorithm": algorithm(form, quantization)}
 
 
 Attributes = dict[str, Any]
 Algorithm = str | dict[str, Any]
 
 
-def quantizer_config(quantization: QuantizationConfig, formats: Mapping[str, Format], *, export: str) -> dict[str, Any]:
+def quantizer_config(
+    quantization: QuantizationConfig, formats: Mapping[str, Format], *, kv_scales: bool
+) -> dict[str, Any]:
     """Write ModelOpt's config: an ordered list in which the last match wins (ModelOpt 0.44 and later).
 
     Starts from "nothing is quantized" and enables the quantizers of each layer by name, so that no entry can undo
-    an earlier one by accident. The algorithm is None where layers need several: see `algorithms`.
+    an earlier one by accident. How ranges are found is not said: see `algorithm`.
 
     Args:
-        quantization: group size, how AWQ and SmoothQuant search, and the KV cache.
-        formats: layer -> format, with names as the model that is quantized has them.
-        export: "hf" or "trtllm"; formats that the engine build rounds have no quantizers.
+        quantization: group size and KV cache.
+        formats: layer -> format, of the layers that ModelOpt quantizes.
+        kv_scales: whether keys and values are quantized too.
     """
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, form in formats.items():
-        weights, activations = _attributes(form, quantization) if traits(form, export=export).quantized else ({}, {})
+        weights, activations = _attributes(form, quantization)
         if weights:
             entries.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": weights})
         if activations:
             entries.append({"quantizer_name": f"{name}.input_quantizer", "cfg": activations})
-    if stores_kv_scales(quantization, export=export):
-        kv = _E4M3_PER_TENSOR if quantization.kv_cache == "fp8" else _INT8_PER_TENSOR
+    if kv_scales:
+        kv = _INT8_PER_TENSOR if quantization.kv_cache == "int8" else _E4M3_PER_TENSOR
         entries.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": dict(kv)})
-    passes = algorithms(quantization, formats, export=export)
-    return {"quant_cfg": entries, "algorithm": passes[0][0] if len(passes) == 1 else None}
-
-
-def algorithms(
-    quantization: QuantizationConfig, formats: Mapping[str, Format], *, export: str
-) -> tuple[tuple[Algorithm, tuple[str, ...]], ...]:
-    """Each algorithm that sets ranges, with the layers it is for; plain maxima first, and never none at all.
-
-    They cannot run as ModelOpt's own list: each one touches every enabled quantizer. smoothquant leaves the inputs
-    of fp8 layers with one range per channel, and awq_lite scales the inputs of every layer. So each runs with the
-    quantizers of all other layers disabled, and a layer gets what it would get alone (modelopt.calibrate_in_turn).
-    """
-    layers: dict[str, list[str]] = {"max": []}
-    found: dict[str, Algorithm] = {"max": "max"}
-    for name, form in formats.items():
-        if not traits(form, export=export).quantized:
-            continue
-        algorithm = _algorithm(form, quantization)
-        key = algorithm if isinstance(algorithm, str) else algorithm["method"]
-        found[key] = algorithm
-        layers.setdefault(key, []).append(name)
-    return tuple((found[key], tuple(names)) for key, names in layers.items() if names) or (("max", ()),)
+    return {"quant_cfg": entries, "algorithm": None}
 
 
 def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attributes | list[Attributes], Attributes]:
@@ -276,7 +267,13 @@ def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attribu
     return weights.get(form, {}), activations.get(form, {})
 
 
-def _algorithm(form: Format, quantization: QuantizationConfig) -> Algorithm:
+def algorithm(form: Format, quantization: QuantizationConfig) -> Algorithm:
+    """ModelOpt's name and options for how the ranges of a format are found.
+
+    Several cannot run as ModelOpt's own list: each one touches every enabled quantizer. smoothquant leaves the inputs
+    of fp8 layers with one range per channel, and awq_lite scales the inputs of every layer. So each format is
+    calibrated with the quantizers of all other layers disabled, and a layer gets what it would get alone.
+    """
     if form == "int8_sq":
         return {"method": "smoothquant", "alpha": quantization.smoothquant_alpha}
     if form in AWQ:

@@ -1,4 +1,4 @@
-"""The only module that imports NVIDIA ModelOpt: sparsify, quantize, recalibrate, inspect and export a live model.
+"""The only module that imports NVIDIA ModelOpt: sparsify, quantize, calibrate, inspect and export a live model.
 
 ModelOpt prints, warns, logs (on import as well) and raises bare AssertionErrors. Here its words are kept
 from the terminal, and its known failures are turned into errors that say what to do. ModelOpt's exporters
@@ -7,7 +7,9 @@ change the model in place: one export per loaded model.
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 import logging
 import math
 import warnings
@@ -71,14 +73,14 @@ def _guarded(doing: str) -> Iterator[None]:
             logging.disable(disabled_level)
 
 
-def quantize_in_place(model: nn.Module, config: dict[str, Any], forward_loop: ForwardLoop | None) -> None:
+def quantize_in_place(model: nn.Module, config: Mapping[str, Any], forward_loop: ForwardLoop | None) -> None:
     """Insert quantizers as `config` says and calibrate them with `forward_loop`; without one, the weights' only."""
     import torch
 
     with _guarded(f"quantize ({config['algorithm']})"), torch.no_grad():
         import modelopt.torch.quantization as mtq
 
-        mtq.quantize(model, config, forward_loop)
+        mtq.quantize(model, dict(config), forward_loop)
 
 
 def sparsify_in_place(
@@ -202,14 +204,29 @@ def _without_bars() -> Iterator[None]:
         algorithms.tqdm = drawn
 
 
-def recalibrate(model: nn.Module, forward_loop: ForwardLoop | None) -> None:
-    """Measure the range of every enabled quantizer again; without a loop, of the weights only."""
+def insert(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Insert quantizers as `config` says, without measuring anything; the model may be one without weights."""
+    quantize_in_place(model, config, None)
+
+
+def measure_weights(model: nn.Module) -> None:
+    """Measure the range of every enabled weight quantizer, again if need be."""
     import torch
 
-    with _guarded("recalibrate"), torch.no_grad():
+    with _guarded("measure weights"), torch.no_grad():
         import modelopt.torch.quantization as mtq
 
-        mtq.calibrate(model, algorithm="max", forward_loop=forward_loop)
+        mtq.calibrate(model, algorithm="max", forward_loop=None)
+
+
+def smooth(layer: nn.Module, scale: torch.Tensor) -> None:
+    """Give a layer the pre-quant scale p [in] that a calibration found, as ModelOpt does: W becomes W / p."""
+    import torch
+
+    with _guarded("smooth"), torch.no_grad():
+        from modelopt.torch.quantization.model_calib import apply_pre_quant_scale_and_smooth
+
+        apply_pre_quant_scale_and_smooth(layer, scale)
 
 
 def take_clipping(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -217,7 +234,7 @@ def take_clipping(model: nn.Module) -> dict[str, torch.Tensor]:
     import torch
 
     found = {name: stages(quantizer)[0].amax.clone() for name, quantizer in weight_quantizers(model).items()}
-    recalibrate(model, None)
+    measure_weights(model)
     whole = weight_quantizers(model)
     return {name: torch.nan_to_num(amax / stages(whole[name])[0].amax, nan=1.0) for name, amax in found.items()}
 
@@ -315,6 +332,38 @@ def snap_weights(model: nn.Module) -> None:
                 else steps.round().clamp(-quantizer.maxbound - 1, quantizer.maxbound)
             )
             weight.data = codes * scale
+
+
+def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: Path) -> dict[str, Any] | None:  # noqa: ANN401 - a transformers model
+    """Write config.json and generation_config.json as the Hugging Face export of a whole model writes them.
+
+    Args:
+        skeleton: the whole model without weights; unchanged.
+        quantizers: ModelOpt's config of all its quantizers; None when there are none.
+        directory: where to.
+
+    Returns:
+        Content of hf_quant_config.json; None when nothing is quantized.
+    """
+    described: dict[str, Any] | None = None
+    with _guarded("describe the Hugging Face checkpoint"):
+        from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
+        from modelopt.torch.export.plugins import sanitize_hf_config_for_deployment
+        from modelopt.torch.export.quant_utils import get_quant_config
+
+        if quantizers is not None:
+            model = copy.deepcopy(skeleton)
+            insert(model, quantizers)
+            described = get_quant_config(model)
+        skeleton.save_pretrained(directory, state_dict={})
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        sanitize_hf_config_for_deployment(config, skeleton)
+        if described is not None:
+            config["quantization_config"] = convert_hf_quant_config_format(described)
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
+        for weights in directory.glob("*.safetensors"):
+            weights.unlink()
+    return described
 
 
 def export_hf(model: nn.Module, directory: Path) -> None:

@@ -19,7 +19,7 @@ and y is exactly the function that the exported tensors stand for:
         (quantization.json "norm_offset").
 
 So x is never scaled by p: a reader multiplies. This holds bit for bit up to float32 rounding because
-export.settle makes the live model equal to what is written, 16-bit rounding of p and of the norms
+settle.settle makes the live model equal to what is written, 16-bit rounding of p and of the norms
 included, before `record` runs. What is stored is not what the source model's layer gives: that is
 x W^T + b with the source's W, which a reader has.
 
@@ -28,8 +28,7 @@ n is 8 unless fewer tokens exist; rows are spread evenly over the first calibrat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,49 +38,28 @@ if TYPE_CHECKING:
 ROWS = 8
 
 
-def capture_inputs(model: nn.Module, names: Iterable[str], ids: list[int]) -> dict[str, torch.Tensor]:
-    """Run `ids` through the unquantized model and keep ROWS input rows of each named layer.
-
-    Returns:
-        name -> float32 [n, in] on the CPU.
-    """
+def choose_rows(x: torch.Tensor) -> torch.Tensor:
+    """ROWS rows of a layer's input [tokens, in], spread evenly."""
     import torch
 
-    positions = torch.linspace(0, len(ids) - 1, min(ROWS, len(ids))).round().long()
-    rows: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, layer_input: torch.Tensor) -> None:
-        rows[name] = layer_input.detach()[0, positions.to(layer_input.device)].float().cpu().clone()
-
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _module, args, name=name: keep(name, args[0]),
-        )
-        for name in names
-    ]
-    try:
-        with torch.no_grad():
-            device = next(model.parameters()).device
-            model(torch.tensor([ids], device=device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return rows
+    positions = torch.linspace(0, len(x) - 1, min(ROWS, len(x))).round().long()
+    return x[positions.to(x.device)].clone()
 
 
 def record(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], folded: Mapping[str, torch.Tensor], path: Path
-) -> None:
-    """Write probes.safetensors.
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], folded: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Run recorded rows through settled fake-quantized layers.
 
     Args:
-        model: the settled fake-quantized model.
-        inputs: from `capture_inputs`.
+        model: holds the layers.
+        inputs: layer -> rows of its input in the source model.
         folded: layer -> p [in] for layers whose p lives in the norm in front of them.
-        path: the file to write.
+
+    Returns:
+        The tensors of probes.safetensors, on the CPU.
     """
     import torch
-    from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -93,4 +71,4 @@ def record(
                 fed = fed * folded[name].to(device)
             tensors[f"{name}.input"] = rows
             tensors[f"{name}.output"] = layer(fed).float().cpu()
-    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path)
+    return {name: tensors[name].contiguous() for name in sorted(tensors)}

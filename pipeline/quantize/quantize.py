@@ -1,102 +1,90 @@
-"""Source checkpoint in, quantized checkpoint out: read `quantize` top to bottom.
+"""Source checkpoint and its calibration in, quantized checkpoint out: read `quantize` top to bottom.
 
-The model is loaded and calibrated in float32 on any device: on a CPU that is also the fastest dtype, and
-it makes what is packed equal to what was calibrated. The device is CUDA when one has room for the model.
+Decoder layers are loaded in float32 one at a time: on a CPU that is also the fastest dtype, and it makes what is
+packed equal to what was calibrated. A layer gets ModelOpt's quantizers and what the calibration found, is settled,
+recorded and written by ModelOpt's exporter. No text is read here. The device is CUDA when one has room.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config.schema import CalibrationConfig, QuantizationConfig
-from pipeline.core.artifacts import SourceCheckpoint
+from pipeline.config.schema import Format, QuantizationConfig
+from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import ConfigError, Problem, ToolError
-from pipeline.quantize import calibration as text
 from pipeline.quantize import export as writing
 from pipeline.quantize import modelopt, probes, trtllm_export
+from pipeline.quantize.calibrated import CalibrationReader
 from pipeline.quantize.formats import (
+    DType,
+    Export,
     FormatTraits,
+    WantedCheckpoint,
     check_group_size,
     layer_formats,
-    needs_calibration,
-    needs_text,
     quantizer_config,
     stores_kv_scales,
     traits,
 )
-from pipeline.quantize.source_model import load_model, quiet_transformers, read_config, read_layout
+from pipeline.quantize.layered import LayeredModel
+from pipeline.quantize.pieces import Pieces, discard, join, write_shards
+from pipeline.quantize.settle import Settled, find_shared_inputs, folds, refuse_split, settle
+from pipeline.quantize.source_model import quiet_transformers
 from pipeline.quantize.trtllm_config import Ranks
 from pipeline.quantize.trtllm_layout import Family
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-Export = Literal["hf", "trtllm"]
-DType = Literal["bfloat16", "float16"]
+Tensors = dict[str, "torch.Tensor"]
 
+SHARD_BYTES = 4_000_000_000
 _OWN_DTYPE: Mapping[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What one call of `quantize` was asked for, and which layers that concerns.
+def plan_formats(
+    source: SourceCheckpoint,
+    quantization: QuantizationConfig,
+    wanted: WantedCheckpoint,
+    *,
+    formats: Mapping[str, Format] | None = None,
+) -> dict[str, Format]:
+    """The format of every layer that will be quantized, after refusing what could not be written at the end.
 
-    `family` is the layout of a TensorRT-LLM checkpoint, None for the Hugging Face export. `selected` are the
-    layers that end up quantized; for formats that the engine build rounds, not by ModelOpt.
+    Args:
+        source: a Hugging Face directory.
+        quantization: format, group size, KV cache, excludes.
+        wanted: the checkpoint.
+        formats: where they were chosen elsewhere.
+
+    Raises:
+        ConfigError: excludes, group size or architecture do not fit.
+        BadSafetensors: weights are missing or have the wrong shape.
     """
-
-    source: Path
-    quantization: QuantizationConfig
-    export: Export
-    dtype: DType
-    ranks: Ranks
-    config: Mapping[str, Any]
-    family: Family | None
-    selected: tuple[str, ...]
-    excluded: tuple[str, ...]
-    num_hidden_layers: int
-    progress: Progress
-
-    @property
-    def quantized(self) -> tuple[str, ...]:
-        """Layers that ModelOpt quantizes."""
-        return self.selected if self.made.quantized else ()
-
-    @property
-    def made(self) -> FormatTraits:
-        """What the format is in the layout that was asked for."""
-        return traits(self.quantization.format, export=self.export)
-
-    @property
-    def target(self) -> trtllm_export.Target:
-        """The TensorRT-LLM checkpoint that was asked for."""
-        return trtllm_export.Target(
-            source=self.source,
-            config=self.config,
-            quantization=self.quantization,
-            ranks=self.ranks,
-            dtype=self.dtype,
-            selected=self.selected,
-            excluded=self.excluded,
-        )
+    with quiet_transformers():
+        model = LayeredModel.open(source.path)
+        job = _plan(model, source.path, quantization, wanted, formats=formats)
+        _refuse_splits(job)
+    return dict(job.formats)
 
 
 def quantize(
     source: SourceCheckpoint,
     quantization: QuantizationConfig,
-    calibration: CalibrationConfig,
+    calibration: Calibration | None,
+    wanted: WantedCheckpoint,
     *,
-    export: Export,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    dtype: DType,
     out: Path,
     progress: Progress,
+    resume: Path | None = None,
 ) -> None:
     """Quantize `source` and write a QuantizedCheckpoint directory (core/artifacts.py) to `out`.
 
@@ -104,241 +92,392 @@ def quantize(
 
     Args:
         source: a Hugging Face directory with safetensors and tokenizer.json.
-        quantization: format, group size, KV cache, excludes.
-        calibration: the text that observers see.
-        export: "hf" writes hf/, "trtllm" writes trtllm/.
-        tensor_parallel_size: ranks that share each layer (shards trtllm/; limits the group size).
-        pipeline_parallel_size: groups of consecutive layers (shards trtllm/).
-        dtype: of norms, embeddings and unquantized layers; the formats bf16 and fp16 have their own.
+        quantization: group size, KV cache, excludes; the format where there is no calibration.
+        calibration: of this model, or of the one whose weights it was trained from; None when nothing needs text.
+        wanted: layout, ranks and 16-bit type.
         out: an existing or new directory.
-        progress: told of choices and of each calibration batch.
+        progress: told of choices and of each layer.
+        resume: keeps finished layers; a later run goes on behind them.
 
     Raises:
-        ConfigError: excludes, group size, text or architecture do not fit.
+        ConfigError: excludes, group size or architecture do not fit.
         BadSafetensors: weights are missing or have the wrong shape.
         ToolError: ModelOpt failed, or left a layer unquantized or uncalibrated.
     """
-    config = read_config(source.path)
-    linears, modules = read_layout(config)
-    formats = layer_formats(linears, modules, quantization)
-    if len(set(formats.values())) > 1:
+    found = None if calibration is None else CalibrationReader(calibration.path)
+    with quiet_transformers():
+        model = LayeredModel.open(source.path)
+        job = _plan(model, source.path, quantization, wanted, formats=None if found is None else found.formats)
+        progress.note(f"quantize on {model.device}, layer by layer: {model.why}")
+        if quantization.kv_cache == "int8" and not job.kv_scales:
+            progress.note("kv_cache int8: the checkpoint carries no scales; the runtime finds its own")
+        out.mkdir(parents=True, exist_ok=True)
+        kept = Pieces(resume or out / "unfinished")
+        notes = _Maker(job=job, found=found, kept=kept, progress=progress).make(out)
+    if resume is None:
+        discard(kept.directory)
+    writing.write_json(out / "quantization.json", _describe(job, notes))
+    record = {"source": None, "sequences": 0} if found is None else found.record
+    writing.write_json(out / "calibration.json", record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What one call of `quantize` was asked for, and which layers that concerns.
+
+    `family` is the layout of a TensorRT-LLM checkpoint, None for the Hugging Face export. `formats` has every
+    layer that ends up quantized, also those that the engine build rounds, not ModelOpt.
+    """
+
+    model: LayeredModel
+    source: Path
+    quantization: QuantizationConfig
+    wanted: WantedCheckpoint
+    dtype: DType
+    formats: Mapping[str, Format]
+    excluded: tuple[str, ...]
+    family: Family | None
+
+    @property
+    def export(self) -> Export:
+        """The layout."""
+        return self.wanted.export
+
+    @property
+    def made(self) -> Mapping[str, Format]:
+        """Layers that ModelOpt quantizes."""
+        return {name: form for name, form in self.formats.items() if traits(form, export=self.export).quantized}
+
+    @property
+    def kv_scales(self) -> bool:
+        """Whether the checkpoint carries scales of the KV cache."""
+        return stores_kv_scales(self.quantization, export=self.export)
+
+    @property
+    def traits(self) -> FormatTraits:
+        """What the configured format is in the layout that was asked for."""
+        return traits(self.quantization.format, export=self.export)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The 16-bit type."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def target(self) -> trtllm_export.Target:
+        """The TensorRT-LLM checkpoint that was asked for."""
+        return trtllm_export.Target(
+            source=self.source,
+            config=self.model.config.to_dict(),
+            quantization=self.quantization,
+            ranks=Ranks(tensor=self.wanted.tensor_parallel_size, pipeline=self.wanted.pipeline_parallel_size),
+            dtype=self.dtype,
+            selected=tuple(self.formats),
+            excluded=self.excluded,
+        )
+
+
+def _plan(
+    model: LayeredModel,
+    source: Path,
+    quantization: QuantizationConfig,
+    wanted: WantedCheckpoint,
+    *,
+    formats: Mapping[str, Format] | None,
+) -> _Job:
+    linears = model.linears
+    chosen = layer_formats(linears, model.modules, quantization) if formats is None else formats
+    ordered = {name: chosen[name] for name in linears if name in chosen}
+    if len(set(ordered.values())) > 1:
         raise ConfigError(
             "quantization.overrides: a checkpoint of several formats is not made yet",
             hint="Remove quantization.overrides.",
         )
-    for only in set(formats.values()):
+    for only in set(ordered.values()):
         quantization = quantization.model_copy(update={"format": only})
-    selected = tuple(formats)
-    _check(config, quantization, selected, export=export)
     job = _Job(
-        source=source.path,
+        model=model,
+        source=source,
         quantization=quantization,
-        export=export,
-        dtype=_OWN_DTYPE.get(quantization.format, dtype),
-        ranks=Ranks(tensor=tensor_parallel_size, pipeline=pipeline_parallel_size),
-        config=config.to_dict(),
+        wanted=wanted,
+        dtype=_OWN_DTYPE.get(quantization.format, wanted.dtype),
+        formats=ordered,
+        excluded=tuple(name for name in linears if name not in ordered),
         family=None,
-        selected=selected,
-        excluded=tuple(name for name in linears if name not in selected),
-        num_hidden_layers=config.num_hidden_layers,
-        progress=progress,
     )
-    if export == "trtllm":
+    _check(job)
+    if wanted.export == "trtllm":
         job = replace(job, family=trtllm_export.check_target(job.target))
-    if job.made.grouped:
-        check_group_size({name: linears[name] for name in selected}, quantization.group_size, tensor_parallel_size)
-    rows = _draw(job, calibration)
-    out.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers():
-        if job.family is not None and job.family.decoder is None:
-            settled = _copy(job, out)
-        else:
-            settled = _make(job, rows, calibration.sequences_per_pass, out)
-    writing.write_json(out / "quantization.json", _describe(job, settled))
-    writing.write_json(out / "calibration.json", {"source": None, "sequences": 0} if rows is None else rows.record)
+    grouped = {name: linears[name] for name, form in job.made.items() if traits(form, export=wanted.export).grouped}
+    if grouped:
+        check_group_size(grouped, quantization.group_size, wanted.tensor_parallel_size)
+    return job
 
 
-def _copy(job: _Job, out: Path) -> writing.Settled:
-    """Write a 16-bit checkpoint of a family that ModelOpt does not export without TensorRT-LLM."""
-    from safetensors.torch import save_file
-
-    job.progress.note("export trtllm/ from the source's tensors: nothing is calibrated")
-    trtllm_export.write_plain(job.target, out / "trtllm")
-    _finish_trtllm(job, out / "trtllm")
-    save_file({}, out / "probes.safetensors")
-    return writing.Settled()
-
-
-def _make(job: _Job, rows: text.TokenRows | None, batch_size: int, out: Path) -> writing.Settled:
-    """Load, calibrate, record and write; one live model per call, because exporters change it."""
-    # A norm that is stored as 1 + weight is rounded once, after the sum.
-    shifted = job.family is not None and job.family.norm_offset != 0
-    model = load_model(job.source, "float32" if rows is not None or shifted else job.dtype, job.progress)
-    settled, inputs = writing.Settled(), {}
-    if rows is not None:
-        inputs = probes.capture_inputs(model, job.quantized, list(rows.rows[0]))
-        settled = _calibrate(job, model, rows, batch_size)
-    probes.record(model, inputs, settled.folded, out / "probes.safetensors")
-    _export(job, model, out)
-    return settled
-
-
-def _check(config: Any, quantization: QuantizationConfig, selected: tuple[str, ...], *, export: Export) -> None:  # noqa: ANN401 - see read_config
+def _check(job: _Job) -> None:
+    config = job.model.config
     architecture = (config.architectures or ["unknown"])[0]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts and traits(quantization.format, export=export).quantized:
+    if experts and job.made:
         raise ConfigError(
             f"{architecture} has {experts} experts per layer; quantizing mixtures of experts is not supported",
             hint="Set quantization.format to bf16 or fp16.",
         )
-    if export == "hf" and config.tie_word_embeddings and "lm_head" in selected:
+    outside = [name for name in job.made if not name.startswith(f"{job.model.layers}.") and name != job.model.head]
+    if outside:
+        raise ConfigError(
+            f"{', '.join(outside)} of {architecture} lie outside the decoder layers and cannot be quantized",
+            hint="Add them to quantization.exclude.",
+        )
+    if job.export == "hf" and config.tie_word_embeddings and job.model.head in job.formats:
         raise ConfigError(
             "lm_head shares its weight with the embedding (tie_word_embeddings), so it cannot be quantized alone",
             hint="Add 'lm_head' to quantization.exclude.",
         )
 
 
-def _draw(job: _Job, calibration: CalibrationConfig) -> text.TokenRows | None:
-    if job.quantization.kv_cache == "int8" and not stores_kv_scales(job.quantization, export=job.export):
-        job.progress.note("kv_cache int8: the checkpoint carries no scales; the runtime finds its own")
-    if not needs_text(job.quantization, export=job.export):
-        return None
-    wanted = calibration.num_samples if needs_calibration(job.quantization, export=job.export) else 1
-    rows = text.sample(
-        text.text_sets(calibration),
-        job.source,
-        num_samples=wanted,
-        max_seq_len=calibration.max_seq_len,
-        seed=calibration.seed,
-    )
-    if not needs_calibration(job.quantization, export=job.export):
-        job.progress.note(f"{job.quantization.format}: nothing is calibrated; one sequence is recorded for the proof")
-        return rows
-    job.progress.note(f"calibration: {len(rows.rows)} sequences of {len(rows.rows[0])} tokens from {rows.origin}")
-    for words in text.warnings(rows.record):
-        job.progress.note(f"warning: {words}")
-    return rows
+def _refuse_splits(job: _Job) -> None:
+    """Refuse layers that share their input with unlike ones, by looking at one decoder layer of each kind."""
+    seen: set[tuple[tuple[str, Format | None], ...]] = set()
+    for index in range(job.model.count):
+        prefix = f"{job.model.layer_name(index)}."
+        names = [name for name in job.model.linears if name.startswith(prefix)]
+        kind = tuple((name.removeprefix(prefix), job.formats.get(name)) for name in names)
+        split = len({form for _name, form in kind}) > 1
+        if split and kind not in seen and any(folds(form, export=job.export) for form in job.made.values()):
+            refuse_split(find_shared_inputs(job.model.one_layer(index)), job.made, export=job.export)
+        seen.add(kind)
 
 
-def _calibrate(job: _Job, model: nn.Module, rows: text.TokenRows, batch_size: int) -> writing.Settled:
-    import torch
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """Makes the parts of a checkpoint, layer by layer, and joins them."""
 
-    observed = needs_calibration(job.quantization, export=job.export)
-    forward_loop = _forward_loop(job, rows, batch_size) if observed else None
-    formats = dict.fromkeys(job.selected, job.quantization.format)
-    config = quantizer_config(job.quantization, formats, export=job.export)
-    modelopt.quantize_in_place(model, config, forward_loop)
-    settled = writing.settle(
-        model, job.quantization, export=job.export, dtype=getattr(torch, job.dtype), forward_loop=forward_loop
-    )
-    _check_quantizers(job, model)
-    return settled
+    job: _Job
+    found: CalibrationReader | None
+    kept: Pieces
+    progress: Progress
 
+    def make(self, out: Path) -> Settled:
+        """Write hf/ or trtllm/ and probes.safetensors; return where all pre-quant scales went."""
+        model = self.job.model
+        steps = [*range(model.count), *([-1] if model.head in self.job.made else [])]
+        with self.progress.track("quantize", len(steps), "layers") as advance:
+            for index in steps:
+                if self.kept.notes(_probes(index)) is None:
+                    self._layer(index)
+                advance(1)
+        settled = Settled()
+        for index in steps:
+            notes = json.loads((self.kept.notes(_probes(index)) or {})["settled"])
+            settled.folded_into.update(notes["folded_into"])
+            settled = replace(settled, norm_offset=max(settled.norm_offset, notes["norm_offset"]))
+        self.progress.note(f"export {self.job.export}/")
+        directory = out / self.job.export
+        directory.mkdir(exist_ok=True)
+        if self.job.family is None:
+            self._finish_hf(directory)
+        else:
+            self._finish_trtllm(directory, self.job.family)
+        join([self.kept.path(_probes(index)) for index in steps], out / "probes.safetensors")
+        return settled
 
-def _forward_loop(job: _Job, rows: text.TokenRows, batch_size: int) -> modelopt.ForwardLoop:
-    """Feed every row once per call; ModelOpt calls it once or twice, according to the algorithm."""
-    import torch
+    def _layer(self, index: int) -> None:
+        """Make one decoder layer, or the head (-1), and keep its parts; the probes come last and mark it done."""
+        job, head = self.job, index < 0
+        position = job.model.count - 1 if head else index
+        mine = {
+            name: form
+            for name, form in job.made.items()
+            if (name == job.model.head if head else job.model.inside(index, name))
+        }
+        kv_scales = job.kv_scales and not head
+        settled = Settled()
+        recorded: Tensors = {}
+        if mine or kv_scales or (job.family is not None and job.family.decoder is not None):
+            # A norm that is stored as 1 + weight is rounded once, after the sum.
+            shifted = job.family is not None and job.family.norm_offset != 0
+            dtype = "float32" if self.found is not None or shifted else job.dtype
+            live = job.model.one_layer(position, dtype=dtype, head=head)
+            if mine or kv_scales:
+                settled, recorded = self._settle(live, mine, kv_scales=kv_scales)
+            self._export(live, index)
+        else:
+            self._copy(index)
+        notes = {"folded_into": settled.folded_into, "norm_offset": settled.norm_offset}
+        self.kept.write(_probes(index), recorded, {"settled": json.dumps(notes, sort_keys=True)})
 
-    batches = [rows.rows[start : start + batch_size] for start in range(0, len(rows.rows), batch_size)]
-    head_observed = "lm_head" in job.quantized
+    def _settle(self, live: nn.Module, mine: Mapping[str, Format], *, kv_scales: bool) -> tuple[Settled, Tensors]:
+        """Insert quantizers, give them what the calibration found, and record what they compute."""
+        job, found = self.job, self.found
+        if found is None:
+            raise TypeError("a format that ModelOpt makes needs a calibration")
+        groups = find_shared_inputs(live)
+        modelopt.insert(live, quantizer_config(job.quantization, mine, kv_scales=kv_scales))
+        states = {name: found.layer(name) for name in mine}
+        settled = settle(live, mine, states, groups, export=job.export, dtype=job.torch_dtype)
+        for name, quantizer in modelopt.kv_quantizers(live).items():
+            amax = found.cached_amax(name)
+            if amax is not None:
+                quantizer.amax = amax.reshape(()).to(job.model.device)
+        self._check_quantizers(live, mine, kv_scales=kv_scales)
+        return settled, probes.record(live, {name: found.rows(name) for name in mine}, settled.folded)
 
-    def run(model: nn.Module) -> None:
-        # Guard: the head of a large vocabulary costs as much as several layers, for nothing when it is excluded.
-        body: Any = model if head_observed else model.base_model
-        device = next(model.parameters()).device
-        with torch.no_grad(), job.progress.track("calibrate", len(rows.rows), "sequences") as advance:
-            for batch in batches:
-                body(torch.tensor(batch, device=device), use_cache=False)
-                advance(len(batch))
+    def _check_quantizers(self, live: nn.Module, mine: Mapping[str, Format], *, kv_scales: bool) -> None:
+        """Refuse a layer in which something was silently left out, or has no range."""
+        import torch
 
-    return run
-
-
-def _check_quantizers(job: _Job, model: nn.Module) -> None:
-    """Refuse a model in which a layer was silently left out, or an observer saw nothing."""
-    import torch
-
-    weights, inputs = modelopt.weight_quantizers(model), modelopt.input_quantizers(model)
-    cache = modelopt.kv_quantizers(model)
-    problems = [Problem(where=name, message="is not quantized.") for name in job.quantized if name not in weights]
-    problems += [
-        Problem(where=name, message="is quantized and should not be.")
-        for name in sorted(weights.keys() - set(job.quantized))
-    ]
-    if job.made.static_activations:
+        weights, inputs = modelopt.weight_quantizers(live), modelopt.input_quantizers(live)
+        cache = modelopt.kv_quantizers(live)
+        problems = [Problem(where=name, message="is not quantized.") for name in mine if name not in weights]
         problems += [
-            Problem(where=name, message="has no activation observer.") for name in job.quantized if name not in inputs
+            Problem(where=name, message="is quantized and should not be.") for name in weights if name not in mine
         ]
-    else:
-        inputs = {}  # weight-only: enabled for the pre-quant scale alone, and they hold no range
-    expected = 2 * job.num_hidden_layers * stores_kv_scales(job.quantization, export=job.export)
-    if len(cache) != expected:
-        problems.append(Problem(where="kv_cache", message=f"{len(cache)} observers, {expected} expected."))
-    observers = [(name, stage) for name, quantizer in weights.items() for stage in modelopt.stages(quantizer)]
-    for name, quantizer in [*observers, *inputs.items(), *cache.items()]:
-        if quantizer.amax is None:
-            problems.append(Problem(where=name, message="saw no calibration data."))
-        elif not torch.isfinite(quantizer.amax).all():
-            problems.append(Problem(where=name, message="has a range that is not finite."))
-        elif not (quantizer.amax > 0).all() and quantizer.amax.numel() == 1:
-            problems.append(Problem(where=name, message="saw only zeros."))
-    if problems:
-        raise ToolError(
-            f"ModelOpt {version('nvidia-modelopt')} did not quantize the model to '{job.quantization.format}' as asked",
-            problems=problems[:20],
-            hint="Use more calibration text, or exclude these layers (quantization.exclude).",
+        static = {name for name, form in mine.items() if traits(form, export=self.job.export).static_activations}
+        problems += [
+            Problem(where=name, message="has no activation observer.") for name in static if name not in inputs
+        ]
+        if len(cache) != 2 * kv_scales:
+            problems.append(Problem(where="kv_cache", message=f"{len(cache)} observers, {2 * kv_scales} expected."))
+        observers = [(name, stage) for name, quantizer in weights.items() for stage in modelopt.stages(quantizer)]
+        # Weight-only formats: enabled for the pre-quant scale alone, and they hold no range.
+        ranged = {name: quantizer for name, quantizer in inputs.items() if name in static}
+        for name, quantizer in [*observers, *ranged.items(), *cache.items()]:
+            if quantizer.amax is None:
+                problems.append(Problem(where=name, message="saw no calibration data."))
+            elif not torch.isfinite(quantizer.amax).all():
+                problems.append(Problem(where=name, message="has a range that is not finite."))
+            elif not (quantizer.amax > 0).all() and quantizer.amax.numel() == 1:
+                problems.append(Problem(where=name, message="saw only zeros."))
+        if problems:
+            raise ToolError(
+                f"ModelOpt {version('nvidia-modelopt')} did not quantize the model as asked",
+                problems=problems[:20],
+                hint="Use more calibration text, or exclude these layers (quantization.exclude).",
+            )
+
+    def _export(self, live: nn.Module, index: int) -> None:
+        """Write a live layer with ModelOpt and keep the tensors that are its own."""
+        from safetensors.torch import load
+
+        job = self.job
+        with TemporaryDirectory(dir=self.kept.directory) as scratch:
+            directory = Path(scratch)
+            if job.family is None:
+                modelopt.export_hf(live, directory)
+                prefix = f"{job.model.head}." if index < 0 else f"{job.model.layer_name(index)}."
+                tensors = load((directory / "model.safetensors").read_bytes())
+                own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+                self.kept.write(_part(index), writing.rounded(own, job.torch_dtype))
+                return
+            ranks = job.wanted.tensor_parallel_size
+            modelopt.export_trtllm(
+                live,
+                directory,
+                decoder=str(job.family.decoder),
+                dtype=job.torch_dtype,
+                tensor_parallel_size=ranks,
+                pipeline_parallel_size=1,
+            )
+            stored = f"transformer.layers.{index % (job.model.count // job.wanted.pipeline_parallel_size)}."
+            for rank in range(ranks):
+                tensors = load((directory / f"rank{rank}.safetensors").read_bytes())
+                own = {
+                    stored + name.removeprefix(_FIRST_LAYER): tensor
+                    for name, tensor in tensors.items()
+                    if name.startswith(_FIRST_LAYER)
+                }
+                self.kept.write(_part(index, rank), own)
+
+    def _copy(self, index: int) -> None:
+        """Keep a layer that nothing is done to but rounding."""
+        job = self.job
+        names = [name for name in job.model.parameters if job.model.inside(index, name)]
+        if job.family is None:
+            self.kept.write(_part(index), {name: job.model.read(name, job.torch_dtype) for name in names})
+            return
+        layout = trtllm_export.layout_of(job.target)
+        stage = index // (layout.layers // layout.pp)
+        for number, rank in enumerate(layout.ranks(stage)):
+            tensors = trtllm_export.plain_tensors(layout, job.model.files, names, rank=rank, dtype=job.torch_dtype)
+            self.kept.write(_part(index, number), tensors)
+
+    def _finish_hf(self, directory: Path) -> None:
+        """Add what lies outside the decoder layers, in the model's order, and join everything."""
+        job, parts = self.job, []
+        for name in job.model.parameters:
+            if name.startswith(f"{job.model.layers}."):
+                part = _part(int(name.removeprefix(f"{job.model.layers}.").partition(".")[0]))
+            elif name.startswith(f"{job.model.head}.") and job.model.head in job.made:
+                part = _part(-1)
+            else:
+                part = f"plain-{name}"
+                if self.kept.notes(part) is None:
+                    self.kept.write(part, {name: job.model.read(name, job.torch_dtype)})
+            if part not in parts:
+                parts.append(part)
+        quantizers = None
+        if job.made or job.kv_scales:
+            quantizers = quantizer_config(job.quantization, job.made, kv_scales=job.kv_scales)
+        smoothed = any(traits(form, export="hf").smoothed for form in job.made.values())
+        writing.describe_hf(
+            job.model.skeleton, quantizers, job.source, directory, dtype=job.torch_dtype, smoothed=smoothed
         )
+        write_shards([self.kept.path(part) for part in parts], directory, limit=SHARD_BYTES)
+
+    def _finish_trtllm(self, directory: Path, family: Family) -> None:
+        job, layout = self.job, trtllm_export.layout_of(self.job.target)
+        names = [name for name in job.model.parameters if not name.startswith(f"{job.model.layers}.")]
+        names += [name for name in (f"{job.model.head}.weight",) if name not in names]
+        per_stage = layout.layers // layout.pp
+        for stage in range(layout.pp):
+            for number, rank in enumerate(layout.ranks(stage)):
+                self.kept.write(
+                    f"plain-{rank}",
+                    trtllm_export.plain_tensors(layout, job.model.files, names, rank=rank, dtype=job.torch_dtype),
+                )
+                layers = range(stage * per_stage, (stage + 1) * per_stage)
+                parts = [f"plain-{rank}", *(_part(index, number) for index in layers)]
+                join([self.kept.path(part) for part in parts], directory / f"rank{rank}.safetensors")
+        producer = {"name": "modelopt", "version": version("nvidia-modelopt")} if family.decoder else None
+        trtllm_export.describe(job.target, directory, producer)
+        if job.traits.rounded_by_build:
+            self.progress.note(
+                f"{job.quantization.format}: the checkpoint holds 16-bit weights; trtllm-build rounds them on the GPU "
+                "node, and what that costs in quality is not measured here"
+            )
 
 
-def _export(job: _Job, model: nn.Module, out: Path) -> None:
-    import torch
-
-    dtype = getattr(torch, job.dtype)
-    directory = out / job.export
-    job.progress.note(f"export {job.export}/")
-    if job.export == "hf":
-        modelopt.export_hf(model, directory)
-        writing.finish_hf(job.source, directory, dtype=dtype, smoothed=job.made.smoothed)
-    else:
-        decoder = job.family.decoder if job.family else None
-        if decoder is None:
-            raise TypeError("a family without an exporter is written by _copy")
-        modelopt.export_trtllm(
-            model,
-            directory,
-            decoder=decoder,
-            dtype=dtype,
-            tensor_parallel_size=job.ranks.tensor,
-            pipeline_parallel_size=job.ranks.pipeline,
-        )
-        _finish_trtllm(job, directory)
+_FIRST_LAYER = "transformer.layers.0."
 
 
-def _finish_trtllm(job: _Job, directory: Path) -> None:
-    if job.family is None:
-        raise TypeError("a TensorRT-LLM checkpoint needs a layout")
-    trtllm_export.finish(job.target, job.family, directory)
-    if job.made.rounded_by_build:
-        job.progress.note(
-            f"{job.quantization.format}: the checkpoint holds 16-bit weights; trtllm-build rounds them on the GPU "
-            "node, and what that costs in quality is not measured here"
-        )
+def _part(index: int, rank: int | None = None) -> str:
+    name = "head" if index < 0 else f"layer-{index:05d}"
+    return name if rank is None else f"{name}-{rank}"
 
 
-def _describe(job: _Job, settled: writing.Settled) -> dict[str, Any]:
-    smoothed = {"awq": job.quantization.awq} if job.made.grouped and job.made.smoothed else {}
+def _probes(index: int) -> str:
+    return f"probes-{_part(index)}"
+
+
+def _describe(job: _Job, settled: Settled) -> dict[str, Any]:
+    made, quantization = job.traits, job.quantization
+    smoothed = {"awq": quantization.awq} if made.grouped and made.smoothed else {}
     return smoothed | {
-        "format": job.quantization.format,
-        "group_size": job.quantization.group_size if job.made.grouped else None,
-        "smoothquant_alpha": job.quantization.smoothquant_alpha if job.quantization.format == "int8_sq" else None,
-        "kv_cache": job.quantization.kv_cache,
-        "kv_cache_scales": stores_kv_scales(job.quantization, export=job.export),
+        "format": quantization.format,
+        "group_size": quantization.group_size if made.grouped else None,
+        "smoothquant_alpha": quantization.smoothquant_alpha if quantization.format == "int8_sq" else None,
+        "kv_cache": quantization.kv_cache,
+        "kv_cache_scales": job.kv_scales,
         "export": job.export,
         "dtype": job.dtype,
-        "tensor_parallel_size": job.ranks.tensor,
-        "pipeline_parallel_size": job.ranks.pipeline,
-        "exclude": list(job.quantization.exclude),
-        "quantized_layers": list(job.quantized),
+        "tensor_parallel_size": job.wanted.tensor_parallel_size,
+        "pipeline_parallel_size": job.wanted.pipeline_parallel_size,
+        "exclude": list(quantization.exclude),
+        "quantized_layers": list(job.made),
         "excluded_layers": list(job.excluded),
         "folded": settled.folded_into,
         "norm_offset": settled.norm_offset,

@@ -82,7 +82,7 @@ def load_model(source: Path, dtype: str, progress: Progress) -> nn.Module:
             problems=lost[:20],
             hint="Transformers would fill them with random numbers. Fetch the checkpoint again.",
         )
-    device, why = _choose_device(sum(parameter.nbytes for parameter in model.parameters()))
+    device, why = choose_device(sum(parameter.nbytes for parameter in model.parameters()))
     progress.note(f"quantize on {device}: {why}")
     model = model.to(device).eval()
     model.requires_grad_(requires_grad=False)
@@ -90,7 +90,7 @@ def load_model(source: Path, dtype: str, progress: Progress) -> nn.Module:
     return loaded
 
 
-def _choose_device(model_bytes: int) -> tuple[str, str]:
+def choose_device(model_bytes: int) -> tuple[str, str]:
     """Return the device and the reason. Room for activations is taken as half the weights' bytes."""
     import torch
 

@@ -7,7 +7,6 @@ In both cases config.json comes from `trtllm_config`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +130,7 @@ def _rank_problems(target: Target) -> list[Problem]:
 
 def _exclude_problems(target: Target) -> list[Problem]:
     """Excludes that one list of stored names cannot say: layers are counted from 0 on every pipeline rank."""
-    layout = _layout(target)
+    layout = layout_of(target)
     quantized: dict[str, set[int]] = {}
     stages: dict[str, set[int]] = {}
     for names, seen in ((target.selected, quantized), (target.excluded, stages)):
@@ -151,20 +150,15 @@ def _exclude_problems(target: Target) -> list[Problem]:
     ]
 
 
-def _layout(target: Target) -> Layout:
-    return Layout.of(checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype))
-
-
 def stored_excludes(target: Target) -> tuple[str, ...]:
     """TensorRT-LLM names of the excluded layers, without lm_head, which is always excluded."""
-    layout = _layout(target)
+    layout = layout_of(target)
     places = (layout.place(name) for name in target.excluded if name != "lm_head")
     return tuple(sorted({place.stored for place in places if place is not None}))
 
 
-def finish(target: Target, family: Family, directory: Path) -> None:
-    """Replace ModelOpt's config.json, add lm_head where the exporter left it out, and the tokenizer files."""
-    written = json.loads((directory / "config.json").read_text("utf-8")) if family.decoder else {}
+def describe(target: Target, directory: Path, producer: Mapping[str, str] | None) -> None:
+    """Write everything of trtllm/ but the tensors; `producer` is the tool that made them."""
     made = traits(target.quantization.format, export="trtllm")
     excluded = stored_excludes(target) if made.quantized or made.rounded_by_build else ()
     config = checkpoint_config(
@@ -173,53 +167,34 @@ def finish(target: Target, family: Family, directory: Path) -> None:
         target.ranks,
         dtype=target.dtype,
         excluded=excluded,
-        producer=written.get("producer"),
+        producer=producer,
     )
     write_json(directory / "config.json", config)
-    (directory / "quant_cfg.json").unlink(missing_ok=True)  # read for mixed precision only; empty otherwise
-    _untie_head(Layout.of(config), directory)
     copy_tokenizer(target.source, directory)
 
 
-def _untie_head(layout: Layout, directory: Path) -> None:
-    """Give the last pipeline rank the tied embedding as lm_head, which the exporter leaves out for Gemma."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    for first, last in zip(layout.ranks(0), layout.ranks(layout.pp - 1), strict=True):
-        file = directory / f"rank{last}.safetensors"
-        if "lm_head.weight" in TensorFiles(directory, file.name):
-            continue
-        with safe_open(directory / f"rank{first}.safetensors", framework="pt") as opened:
-            embedding = opened.get_tensor("transformer.vocab_embedding.weight")
-        save_file({**load_file(file), "lm_head.weight": embedding.clone()}, file)
+def layout_of(target: Target) -> Layout:
+    """Where the source's modules lie in the checkpoint."""
+    return Layout.of(checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype))
 
 
-def write_plain(target: Target, directory: Path) -> None:
-    """Write every rank's 16-bit tensors straight from the source; config.json is left to `finish`.
+def plain_tensors(
+    layout: Layout, source: TensorFiles, names: Sequence[str], *, rank: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A rank's 16-bit tensors of some of the source's parameters, straight from the source.
 
     Norms of families with an offset are stored as 1 + weight; a mixture's router is stored as float32.
     """
     import torch
-    from safetensors.torch import save_file
 
-    config = checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype)
-    layout, dtype = Layout.of(config), getattr(torch, target.dtype)
-    source = TensorFiles(target.source)
-    directory.mkdir(parents=True, exist_ok=True)
-    names = [*source, *(() if "lm_head.weight" in source else ("lm_head.weight",))]
-    for stage in range(layout.pp):
-        groups = _group(layout, names, stage)
-        for index, rank in enumerate(layout.ranks(stage)):
-            tensors = {
-                stored: _assemble(layout, source, members, index).to(
-                    torch.float32 if stored.endswith("router.weight") else dtype
-                )
-                for stored, members in groups.items()
-            }
-            save_file(
-                {name: tensors[name].contiguous() for name in sorted(tensors)}, directory / f"rank{rank}.safetensors"
-            )
+    stage, index = divmod(rank, layout.tp)
+    groups = _group(layout, names, stage)
+    return {
+        stored: _assemble(layout, source, members, index).to(
+            torch.float32 if stored.endswith("router.weight") else dtype
+        )
+        for stored, members in groups.items()
+    }
 
 
 def _group(layout: Layout, names: Sequence[str], stage: int) -> dict[str, list[tuple[str, Place]]]:

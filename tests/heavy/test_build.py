@@ -48,29 +48,37 @@ def test_a_rebuild_that_changes_nothing_reuses_every_stage(project: Path) -> Non
 
 
 def test_a_change_of_serving_only_emits_again(project: Path) -> None:
-    """Quantize, verify and compile are reused."""
+    """Everything before is reused."""
     hits = _hits(project, "--set", "serving.max_queue_size=7", "--output", "build/other")
-    assert hits == {"quantize": True, "verify": True, "compile": True, "emit": False}
+    assert hits == {"calibrate": True, "quantize": True, "verify": True, "compile": True, "emit": False}
 
 
 def test_a_change_of_the_engine_does_not_requantize(project: Path) -> None:
     """Compile starts from the checkpoint of before."""
     hits = _hits(project, "--set", "engine.max_batch_size=2", "--until", "compile")
-    assert hits == {"quantize": True, "verify": True, "compile": False}
+    assert hits == {"calibrate": True, "quantize": True, "verify": True, "compile": False}
+
+
+def test_another_target_does_not_read_the_text_again(project: Path) -> None:
+    """What calibration finds depends neither on the layout nor on the 16-bit type."""
+    target = ("--set", "engine.target=tensorrt_llm", "--set", "engine.gpu=H100", "--set", "engine.dtype=float16")
+    hits = _hits(project, *target, "--set", "engine.max_seq_len=128", "--until", "quantize")
+    assert hits == {"calibrate": True, "quantize": False}
 
 
 def test_an_unused_knob_does_not_requantize(project: Path) -> None:
     """SmoothQuant's alpha means nothing to int4_awq."""
-    assert _hits(project, "--set", "quantization.smoothquant_alpha=0.7", "--until", "quantize") == {"quantize": True}
+    hits = _hits(project, "--set", "quantization.smoothquant_alpha=0.7", "--until", "quantize")
+    assert hits == {"calibrate": True, "quantize": True}
 
 
 def test_plan_says_why_a_near_miss_missed(project: Path) -> None:
     """The field that differs is named, old and new."""
     document = trtpipe("plan", "tiny.yaml", "--json", "--set", "calibration.seed=5", cwd=project).document
-    quantize, verify = document["stages"][:2]
-    assert quantize["status"] == "miss"
-    assert "calibration.seed" in quantize["reason"]
-    assert verify["status"] == "unknown"
+    calibrate, quantize = document["stages"][:2]
+    assert calibrate["status"] == "miss"
+    assert "calibration.seed" in calibrate["reason"]
+    assert quantize["status"] == "unknown"
 
 
 def test_an_interrupted_build_leaves_nothing_and_says_so(project: Path, tmp_path: Path) -> None:
@@ -123,7 +131,7 @@ def test_two_builds_of_one_config_share_the_work(project: Path, tmp_path: Path) 
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     stages = [json.loads(stdout)["stages"] for stdout, _ in outputs]
-    for name in ("quantize", "verify"):
+    for name in ("calibrate", "quantize", "verify"):
         assert sorted(document[name]["hit"] for document in stages) == [False, True]
         assert stages[0][name]["digest"] == stages[1][name]["digest"]
 

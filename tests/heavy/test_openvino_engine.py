@@ -15,12 +15,13 @@ from pipeline.config.schema import CalibrationConfig, EngineConfig, Quantization
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.errors import IntegrityError, ToolError
-from pipeline.quantize.quantize import quantize
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.targets.openvino import compile_engine, describe
 from pipeline.targets.openvino import graph as openvino_graph
 from pipeline.targets.openvino.choices import EXACT_PROPERTIES
 from pipeline.targets.openvino.weights import Checkpoint
 from tests.support.checkpoints import tiny_llama
+from tests.support.making import make_quantized
 
 pytestmark = pytest.mark.heavy
 
@@ -45,16 +46,12 @@ def quantized(source: SourceCheckpoint, tmp_path_factory: pytest.TempPathFactory
     def make(name: str) -> QuantizedCheckpoint:
         if name not in made:
             out = tmp_path_factory.mktemp("quantized") / name
-            quantize(
+            make_quantized(
                 source,
                 QuantizationConfig.model_validate({"format": name, "group_size": 64}),
                 CalibrationConfig(num_samples=4, max_seq_len=32, batch_size=2),
-                export="hf",
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                dtype="bfloat16",
-                out=out,
-                progress=Silent(),
+                WantedCheckpoint(export="hf"),
+                out,
             )
             made[name] = QuantizedCheckpoint(path=out, digest="sha256:" + "1" * 64)
         return made[name]

@@ -15,10 +15,11 @@ from pipeline.checkpoints.gguf import import_gguf
 from pipeline.config.schema import CalibrationConfig, EngineConfig, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
-from pipeline.quantize.quantize import quantize
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.targets.openvino import compile_engine
 from pipeline.targets.openvino.choices import EXACT_PROPERTIES
 from pipeline.targets.openvino.weights import Checkpoint
+from tests.support.making import make_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -75,16 +76,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert spec.origin is not None
     root = tmp_path_factory.mktemp("smollm2")
     import_gguf(next(Path(spec.origin).parent.glob("*.gguf")), root / "source", Silent())
-    quantize(
+    make_quantized(
         SourceCheckpoint(path=root / "source", digest="sha256:" + "0" * 64),
         QuantizationConfig(format="int4_awq", group_size=64),
         CalibrationConfig(num_samples=1, max_seq_len=32, batch_size=1),
-        export="hf",
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        dtype="bfloat16",
-        out=root / "quantized",
-        progress=Silent(),
+        WantedCheckpoint(export="hf"),
+        root / "quantized",
     )
     checkpoint = QuantizedCheckpoint(path=root / "quantized", digest="sha256:" + "1" * 64)
     compile_engine(checkpoint, EngineConfig(), out=root / "engine", progress=Silent())

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config.schema import CalibrationConfig, QuantizationConfig
 from pipeline.core.artifacts import SourceCheckpoint
-from pipeline.core.progress import Silent
 from pipeline.errors import BadSafetensors, ConfigError, ToolError
-from pipeline.quantize.quantize import Export, quantize
+from pipeline.quantize.formats import Export, WantedCheckpoint
 from tests.support.checkpoints import tiny_llama
+from tests.support.making import make_quantized
 
 pytestmark = pytest.mark.heavy
 
@@ -39,16 +39,12 @@ LIMITS = {
 
 
 def _run(source: Path, out: Path, *, export: Export = "hf", tensor_parallel_size: int = 1, **fields: object) -> Path:
-    quantize(
+    make_quantized(
         SourceCheckpoint(path=source, digest="sha256:0"),
         QuantizationConfig.model_validate({"group_size": 64, **fields}),
         CALIBRATION,
-        export=export,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=1,
-        dtype="bfloat16",
-        out=out,
-        progress=Silent(),
+        WantedCheckpoint(export=export, tensor_parallel_size=tensor_parallel_size),
+        out,
     )
     return out
 

@@ -14,8 +14,9 @@ from transformers import AutoConfig
 
 from pipeline.config.schema import QuantizationConfig
 from pipeline.errors import ConfigError
+from pipeline.quantize.tensor_files import TensorFiles
 from pipeline.quantize.trtllm_config import Ranks
-from pipeline.quantize.trtllm_export import Target, write_plain
+from pipeline.quantize.trtllm_export import Target, layout_of, plain_tensors
 from tests.heavy.test_quantize_checkpoint import _run
 from tests.support.checkpoints import tiny_llama
 from tests.support.families import quantize_family, tiny_family
@@ -147,9 +148,11 @@ def test_our_own_16_bit_writer_writes_what_modelopt_writes(name: str, tp: int, p
         selected=(),
         excluded=(),
     )
-    write_plain(target, tmp_path / "own")
+    files = TensorFiles(source.path)
+    names = [*files, *(() if "lm_head.weight" in files else ("lm_head.weight",))]
     for rank in range(tp * pp):
-        own, theirs = (load_file(path / f"rank{rank}.safetensors") for path in (tmp_path / "own", made.path / "trtllm"))
+        own = plain_tensors(layout_of(target), files, names, rank=rank, dtype=torch.bfloat16)
+        theirs = load_file(made.path / "trtllm" / f"rank{rank}.safetensors")
         assert own.keys() == theirs.keys()
         rounded = {key: value.to(torch.bfloat16) for key, value in own.items()}  # the router is float32
         assert all(torch.equal(rounded[key], theirs[key].to(torch.bfloat16)) for key in own)

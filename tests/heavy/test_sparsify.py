@@ -16,12 +16,13 @@ from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.errors import ConfigError, VerificationError
-from pipeline.quantize.quantize import quantize
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.quantize.readers import read_quantized
 from pipeline.quantize.sparsify import sparsify
 from pipeline.quantize.verify import verify
 from tests.support.checkpoints import tiny_llama
 from tests.support.commands import trtpipe, write_config
+from tests.support.making import make_quantized
 from tests.support.quantized import held_text, tiny_source
 
 pytestmark = pytest.mark.heavy
@@ -102,16 +103,12 @@ def test_a_layer_whose_size_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
 
 
 def _quantized(source: SourceCheckpoint, form: Format, out: Path, export: Literal["hf", "trtllm"]) -> Path:
-    quantize(
+    make_quantized(
         source,
         QuantizationConfig(format=form, group_size=64),
         CALIBRATION,
-        export=export,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        dtype="bfloat16",
-        out=out,
-        progress=Silent(),
+        WantedCheckpoint(export=export),
+        out,
     )
     return out
 

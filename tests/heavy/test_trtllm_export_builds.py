@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.config.schema import CalibrationConfig, Format, KVCacheFormat, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
-from pipeline.core.progress import Silent
+from pipeline.quantize.formats import WantedCheckpoint
 from tests.support.checkpoints import tiny_llama
+from tests.support.making import make_quantized
 from tests.support.trtllm_building import compile_, engine, standin_on_path
 
 pytestmark = pytest.mark.heavy
@@ -29,20 +30,14 @@ def test_an_export_has_every_tensor_that_the_loader_requires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: Format, kv_cache: KVCacheFormat, tensor: int
 ) -> None:
     """Names, shapes and types of 3.4 and 3.5 on every rank; nothing that was asked is reset."""
-    from pipeline.quantize.quantize import quantize
-
     monkeypatch.setenv("PATH", standin_on_path(tmp_path / "bin"))
     source = tiny_llama(tmp_path / "source", hidden_size=256)
-    quantize(
+    make_quantized(
         SourceCheckpoint(path=source, digest="sha256:0"),
         QuantizationConfig(format=format_, kv_cache=kv_cache, group_size=64),
         CalibrationConfig(num_samples=2, max_seq_len=32, batch_size=1),
-        export="trtllm",
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=1,
-        dtype="bfloat16",
-        out=tmp_path / "quantized",
-        progress=Silent(),
+        WantedCheckpoint(export="trtllm", tensor_parallel_size=tensor),
+        tmp_path / "quantized",
     )
     quantized = QuantizedCheckpoint(path=tmp_path / "quantized", digest="sha256:" + "2" * 64)
     out, _ = compile_(tmp_path, quantized, engine(max_seq_len=128, max_num_tokens=128, tensor_parallel_size=tensor))

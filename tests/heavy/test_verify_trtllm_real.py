@@ -13,8 +13,9 @@ from pipeline.checkpoints.gguf import import_gguf
 from pipeline.config.schema import CalibrationConfig, QuantizationConfig, VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
-from pipeline.quantize.quantize import quantize
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.quantize.verify import verify
+from tests.support.making import make_quantized
 
 pytestmark = [
     pytest.mark.heavy,
@@ -33,16 +34,12 @@ def test_fp8_on_three_ranks_passes(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     import_gguf(gguf, tmp_path / "source", Silent())
     source = SourceCheckpoint(path=tmp_path / "source", digest="sha256:source")
-    quantize(
+    make_quantized(
         source,
         QuantizationConfig(format="fp8", kv_cache="fp8"),
         CalibrationConfig(num_samples=4, max_seq_len=128),
-        export="trtllm",
-        tensor_parallel_size=3,
-        pipeline_parallel_size=1,
-        dtype="float16",
-        out=tmp_path / "made",
-        progress=Silent(),
+        WantedCheckpoint(export="trtllm", tensor_parallel_size=3, dtype="float16"),
+        tmp_path / "made",
     )
     made = QuantizedCheckpoint(path=tmp_path / "made", digest="sha256:made")
     verify(source, made, VerifyConfig(num_tokens=256), out=tmp_path, progress=Silent())

@@ -11,8 +11,9 @@ from typing import Any
 
 from pipeline.config.schema import CalibrationConfig, QuantizationConfig, VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
-from pipeline.core.progress import Silent
+from pipeline.quantize.formats import WantedCheckpoint
 from tests.support.checkpoints import tiny_tokenizer
+from tests.support.making import make_quantized
 
 TEXT = "The capital of France is Paris {0} and the capital of Italy is Rome, said the quick brown fox {1} times."
 # Sizes that differ from one another wherever the layout could mix them up; every one divides by 2 ranks.
@@ -87,18 +88,12 @@ def quantize_family(
         pp: pipeline parallel size.
         quantization: fields of the config; groups are of 64 unless it says otherwise.
     """
-    from pipeline.quantize.quantize import quantize
-
-    quantize(
+    make_quantized(
         source,
         QuantizationConfig(**{"group_size": 64, **quantization}),
         CalibrationConfig(dataset=source.path / "text.jsonl", num_samples=8, max_seq_len=64),
-        export="trtllm",
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-        dtype="bfloat16",
-        out=out,
-        progress=Silent(),
+        WantedCheckpoint(export="trtllm", tensor_parallel_size=tp, pipeline_parallel_size=pp),
+        out,
     )
     return QuantizedCheckpoint(path=out, digest="sha256:quantized")
 

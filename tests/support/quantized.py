@@ -10,8 +10,9 @@ from tempfile import mkdtemp
 
 from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig, VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
-from pipeline.core.progress import Silent
+from pipeline.quantize.formats import WantedCheckpoint
 from tests.support.checkpoints import tiny_llama
+from tests.support.making import make_quantized
 
 TEXT = "The capital of France is Paris {0} and the capital of Italy is Rome, said the quick brown fox {1} times."
 
@@ -32,19 +33,14 @@ def held_text() -> VerifyConfig:
 
 @cache
 def _quantized(format_: Format, export: str, awq: str) -> Path:
-    from pipeline.quantize.quantize import quantize
 
     out = Path(mkdtemp()) / format_
-    quantize(
+    make_quantized(
         tiny_source(),
         QuantizationConfig(format=format_, group_size=64, awq=awq),  # type: ignore[arg-type]
         CalibrationConfig(dataset=tiny_source().path / "text.jsonl", num_samples=8, max_seq_len=64),
-        export=export,  # type: ignore[arg-type]
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        dtype="bfloat16",
-        out=out,
-        progress=Silent(),
+        WantedCheckpoint(export=export),
+        out,
     )
     return out
 

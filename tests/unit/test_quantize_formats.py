@@ -7,10 +7,11 @@ import pytest
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize.formats import (
-    algorithms,
+    algorithm,
     check_group_size,
     layer_formats,
-    needs_calibration,
+    needs_text,
+    observes,
     quantizer_config,
     stores_kv_scales,
 )
@@ -97,7 +98,7 @@ def test_no_group_size_that_fits_points_elsewhere() -> None:
 
 def test_the_quantizer_list_denies_all_first_and_then_names_each_layer() -> None:
     """The last match wins in ModelOpt; a name matches one layer, so no entry undoes another."""
-    entries = quantizer_config(_awq(group_size=32), {"a.q_proj": "int4_awq"}, export="hf")["quant_cfg"]
+    entries = quantizer_config(_awq(group_size=32), {"a.q_proj": "int4_awq"}, kv_scales=False)["quant_cfg"]
     assert entries[0] == {"quantizer_name": "*", "enable": False}
     assert [entry["quantizer_name"] for entry in entries[1:]] == ["a.q_proj.weight_quantizer"]
     assert entries[1]["cfg"]["block_sizes"] == {-1: 32, "type": "static"}
@@ -107,19 +108,15 @@ def test_an_fp8_cache_adds_observers_of_keys_and_values() -> None:
     """In any weight format."""
     for name in ("bf16", "int8_sq"):
         quantization = QuantizationConfig.model_validate({"format": name, "kv_cache": "fp8"})
-        assert quantizer_config(quantization, {}, export="hf")["quant_cfg"][-1]["quantizer_name"] == (
-            "*[kv]_bmm_quantizer"
-        )
-        assert needs_calibration(quantization, export="hf")
+        entries = quantizer_config(quantization, {}, kv_scales=True)["quant_cfg"]
+        assert entries[-1]["quantizer_name"] == "*[kv]_bmm_quantizer"
+        assert needs_text(quantization, export="hf")
 
 
 def test_smoothquant_takes_its_alpha_from_the_config() -> None:
     """Alpha is the user's."""
     quantization = QuantizationConfig(format="int8_sq", smoothquant_alpha=0.75)
-    assert quantizer_config(quantization, {"q": "int8_sq"}, export="hf")["algorithm"] == {
-        "method": "smoothquant",
-        "alpha": 0.75,
-    }
+    assert algorithm("int8_sq", quantization) == {"method": "smoothquant", "alpha": 0.75}
 
 
 def test_weight_only_formats_name_the_layers_that_the_build_rounds() -> None:
@@ -127,13 +124,12 @@ def test_weight_only_formats_name_the_layers_that_the_build_rounds() -> None:
     quantization = QuantizationConfig(format="int8_wo", exclude=("lm_head", "*.mlp"))
     formats = layer_formats(LINEARS, MODULES, quantization)
     assert tuple(formats) == tuple(LINEARS)[:2]
-    entries = quantizer_config(quantization, formats, export="trtllm")["quant_cfg"]
-    assert [entry["quantizer_name"] for entry in entries] == ["*"]
+    assert not needs_text(quantization, export="trtllm")
 
 
 def test_w4a8_rounds_weights_twice_and_activations_once() -> None:
     """Int4 in groups, then float8; activations to float8."""
-    entries = quantizer_config(_awq(format="w4a8_awq"), {"q": "w4a8_awq"}, export="trtllm")["quant_cfg"]
+    entries = quantizer_config(_awq(format="w4a8_awq"), {"q": "w4a8_awq"}, kv_scales=False)["quant_cfg"]
     assert [stage["num_bits"] for stage in entries[1]["cfg"]] == [4, (4, 3)]
     assert entries[2] == {"quantizer_name": "q.input_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}}
 
@@ -173,23 +169,24 @@ def test_overrides_may_quantize_what_a_16_bit_format_leaves() -> None:
         {"format": "bf16", "overrides": ({"layers": "*.mlp", "format": "fp8"},)}
     )
     assert layer_formats(LINEARS, MODULES, quantization) == {"model.layers.0.mlp.down_proj": "fp8"}
-    assert needs_calibration(quantization, export="hf")
+    assert needs_text(quantization, export="hf")
 
 
-def test_layers_of_several_formats_are_calibrated_by_each_algorithm_apart() -> None:
-    """ModelOpt's own list would let each algorithm touch every layer."""
-    formats: dict[str, Format] = {"a": "int8_sq", "b": "int4_awq", "c": "fp8", "d": "int4_wo"}
-    assert quantizer_config(_awq(), formats, export="hf")["algorithm"] is None
-    passes = algorithms(_awq(), formats, export="hf")
-    assert [(found if isinstance(found, str) else found["method"], layers) for found, layers in passes] == [
-        ("max", ("c", "d")),
-        ("smoothquant", ("a",)),
-        ("awq_lite", ("b",)),
+def test_each_format_has_its_own_way_to_find_ranges() -> None:
+    """Plain rounding looks at weights alone, so it observes nothing."""
+    forms: tuple[Format, ...] = ("int8_sq", "int4_awq", "fp8", "int4_wo")
+    found = [algorithm(form, _awq()) for form in forms]
+    assert [way if isinstance(way, str) else way["method"] for way in found] == [
+        "smoothquant",
+        "awq_lite",
+        "max",
+        "max",
     ]
+    assert [form for form in forms if not observes(form)] == ["int4_wo"]
 
 
 def test_an_int8_cache_has_scales_in_the_tensorrt_llm_checkpoint_only() -> None:
     """The unified Hugging Face checkpoint has no place for them."""
     quantization = QuantizationConfig(format="bf16", kv_cache="int8")
     assert stores_kv_scales(quantization, export="trtllm")
-    assert not needs_calibration(quantization, export="hf")
+    assert not needs_text(quantization, export="hf")

@@ -1,0 +1,293 @@
+"""Source checkpoint and text in, Calibration out: everything that data gives, for any target.
+
+The text's activations are carried from one decoder layer to the next, computed by the source's own float32
+weights: every layer is calibrated on what reaches it in the source model. ModelOpt's algorithms work the same
+way within one model (quantizers observe and pass on what they were given), so the result is the whole
+model's. One layer is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.rules import AWQ
+from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig
+from pipeline.core.artifacts import SourceCheckpoint
+from pipeline.core.progress import Progress
+from pipeline.errors import Problem, ToolError
+from pipeline.quantize import calibration as text
+from pipeline.quantize import modelopt, probes
+from pipeline.quantize.export import write_json
+from pipeline.quantize.formats import algorithm, observes, quantizer_config, traits
+from pipeline.quantize.layered import LayeredModel
+from pipeline.quantize.pieces import Pieces, discard, join
+from pipeline.quantize.source_model import quiet_transformers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Tensors = dict[str, "torch.Tensor"]
+_HIDDEN = "hidden"
+
+
+def calibrate(
+    source: SourceCheckpoint,
+    quantization: QuantizationConfig,
+    calibration: CalibrationConfig,
+    *,
+    formats: Mapping[str, Format],
+    kv_ranges: bool,
+    out: Path,
+    progress: Progress,
+    resume: Path | None = None,
+) -> None:
+    """Write a Calibration directory (core/artifacts.py) to `out`.
+
+    Args:
+        source: a Hugging Face directory with safetensors and tokenizer.json.
+        quantization: group size, AWQ method, alpha: what the algorithms of the formats need.
+        calibration: the text.
+        formats: quantized layer -> format.
+        kv_ranges: measure keys and values too.
+        out: an existing or new directory.
+        progress: told of the text and of each layer.
+        resume: keeps finished layers and the activations behind them; a later run goes on from there.
+
+    Raises:
+        ConfigError: the text or the architecture does not fit.
+        BadSafetensors: weights are missing or have the wrong shape.
+        ToolError: ModelOpt failed, or an observer saw nothing.
+    """
+    observed = kv_ranges or any(observes(form) for form in formats.values())
+    rows = _draw(source.path, calibration, progress, observed=observed)
+    out.mkdir(parents=True, exist_ok=True)
+    kept = Pieces(resume or out / "unfinished")
+    with quiet_transformers():
+        model = LayeredModel.open(source.path)
+        progress.note(f"calibrate on {model.device}, layer by layer: {model.why}")
+        work = _Work(
+            model=model,
+            quantization=quantization,
+            formats=formats,
+            kv_ranges=kv_ranges,
+            batches=_batches(rows.rows, calibration.sequences_per_pass),
+            kept=kept,
+            resumable=resume is not None,
+            progress=progress,
+        )
+        work.run()
+    join([kept.path(f"state-{name}") for name in work.parts], out / "state.safetensors")
+    join([kept.path(f"inputs-{name}") for name in work.parts], out / "inputs.safetensors")
+    if resume is None:
+        discard(kept.directory)
+    write_json(out / "formats.json", dict(formats))
+    write_json(out / "calibration.json", rows.record)
+
+
+def _draw(source: Path, calibration: CalibrationConfig, progress: Progress, *, observed: bool) -> text.TokenRows:
+    wanted = calibration.num_samples if observed else 1
+    rows = text.sample(
+        text.text_sets(calibration),
+        source,
+        num_samples=wanted,
+        max_seq_len=calibration.max_seq_len,
+        seed=calibration.seed,
+    )
+    if not observed:
+        progress.note("nothing is calibrated; one sequence is recorded for the proof")
+        return rows
+    progress.note(f"calibration: {len(rows.rows)} sequences of {len(rows.rows[0])} tokens from {rows.origin}")
+    for words in text.warnings(rows.record):
+        progress.note(f"warning: {words}")
+    return rows
+
+
+def _batches(rows: Sequence[Sequence[int]], size: int) -> list[Sequence[Sequence[int]]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """One calibration: what it was asked for, and the activations that reach the next layer."""
+
+    model: LayeredModel
+    quantization: QuantizationConfig
+    formats: Mapping[str, Format]
+    kv_ranges: bool
+    batches: list[Sequence[Sequence[int]]]
+    kept: Pieces
+    resumable: bool
+    progress: Progress
+    hidden: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts, in model order."""
+        layers = [f"{index:05d}" for index in range(self.model.count)]
+        return [*layers, "head"] if self.model.head in self.formats else layers
+
+    def run(self) -> None:
+        """Calibrate every layer that an earlier run has not."""
+        first = self._continue()
+        with self.progress.track("calibrate", len(self.parts), "layers") as advance:
+            advance(first)
+            for index in range(first, self.model.count):
+                formats = {name: form for name, form in self.formats.items() if self.model.inside(index, name)}
+                if self.model.head in self.formats and index == self.model.count - 1:
+                    self._layer(index, {self.model.head: self.formats[self.model.head]}, part="head", head=True)
+                    advance(1)
+                self.hidden = self._layer(index, formats, part=f"{index:05d}")
+                if self.resumable:
+                    self._keep(index + 1)
+                advance(1)
+
+    def _continue(self) -> int:
+        """Take up the activations that an interrupted run kept, or start; return the layer to do next."""
+        notes = self.kept.notes(_HIDDEN) if self.resumable else None
+        if notes is not None:
+            done = int(notes["next"])
+            parts = [f"{kind}-{part}" for kind in ("state", "inputs") for part in self.parts[:done]]
+            if all(self.kept.notes(part) is not None for part in parts):
+                stored = self.kept.load(_HIDDEN)
+                self.hidden = [stored[f"{number:06d}"] for number in range(len(stored))]
+                self.progress.note(f"calibrate: {done} of {self.model.count} layers are done already")
+                return done
+        self.hidden = self.model.embed(self.batches)
+        return 0
+
+    def _keep(self, done: int) -> None:
+        tensors = {f"{number:06d}": hidden for number, hidden in enumerate(self.hidden)}
+        self.kept.write(_HIDDEN, tensors, {"next": str(done)})
+
+    def _layer(self, index: int, formats: Mapping[str, Format], *, part: str, head: bool = False) -> list[torch.Tensor]:
+        """Calibrate one layer (or the head behind it), keep what was found and return what leaves it."""
+        watch = _Watch(self.model, index, self.hidden, formats, head=head)
+        state: Tensors = {}
+        for form, kv_ranges in self._passes(formats, kv_ranges=self.kv_ranges and not head):
+            chosen = {name: given for name, given in formats.items() if given == form}
+            live = self.model.one_layer(index, head=head)
+            config = quantizer_config(self.quantization, chosen, kv_scales=kv_ranges)
+            how = "max" if form is None else algorithm(form, self.quantization)
+            modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
+            state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)
+        if not watch.left:
+            watch.feed(self.model.one_layer(index, head=head))
+        state |= {f"{name}.input_amax": amax for name, amax in watch.widest.items()}
+        _check_observed(state, formats, expects_kv=self.kv_ranges and not head)
+        self.kept.write(f"state-{part}", dict(sorted(state.items())))
+        self.kept.write(f"inputs-{part}", {f"{name}.input": rows for name, rows in sorted(watch.rows.items())})
+        return watch.left
+
+    def _passes(self, formats: Mapping[str, Format], *, kv_ranges: bool) -> list[tuple[Format | None, bool]]:
+        """Each format that observes, and whether keys and values are measured with it; None is for them alone.
+
+        AWQ asks for the data again once ranges are known, and keys and values would then be rounded while it searches.
+        """
+        forms: list[Format | None] = [*sorted({form for form in formats.values() if observes(form)})]
+        carrier = next((form for form in forms if form not in AWQ), None)
+        if kv_ranges and carrier is None:
+            forms.insert(0, None)
+        return [(form, kv_ranges and form == carrier) for form in forms]
+
+
+_CLIPPING = ("awq_clip", "awq_full")
+
+
+class _Watch:
+    """Feeds a layer with what reaches it, and sees what is said of its linear layers the first time.
+
+    ModelOpt asks once or twice for the data. The first time, quantizers only observe: what leaves the layer then is
+    what leaves it in the source model, and goes on to the next one.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        index: int,
+        entering: Sequence[torch.Tensor],
+        formats: Mapping[str, Format],
+        *,
+        head: bool,
+    ) -> None:
+        self.left: list[torch.Tensor] = []
+        self.rows: Tensors = {}
+        self.widest: Tensors = {}
+        self._model, self._index, self._entering, self._formats, self._head = model, index, entering, formats, head
+
+    def feed(self, live: nn.Module) -> None:
+        """Run all data through the one-layer model; ModelOpt calls this."""
+        if self.left:
+            for hidden in self._entering:
+                self._model.run(live, self._index, hidden, head=self._head)
+            return
+        with self._observing(live):
+            for hidden in self._entering:
+                self.left.append(self._model.run(live, self._index, hidden, head=self._head))
+
+    @contextmanager
+    def _observing(self, live: nn.Module) -> Iterator[None]:
+        handles = [live.get_submodule(name).register_forward_pre_hook(self._observer(name)) for name in self._formats]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _observer(self, name: str) -> Callable[[nn.Module, Any], None]:
+        import torch
+
+        ranged = traits(self._formats[name], export="hf").static_activations
+
+        def observe(_module: nn.Module, args: Any) -> None:  # noqa: ANN401 - a layer's inputs
+            x = args[0].detach()
+            if name not in self.rows:
+                self.rows[name] = probes.choose_rows(x[0]).float().cpu()
+            if ranged:
+                widest = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().cpu()
+                self.widest[name] = torch.maximum(self.widest[name], widest) if name in self.widest else widest
+
+        return observe
+
+
+def _read_state(live: nn.Module, formats: Mapping[str, Format], *, clipped: bool) -> Tensors:
+    """What ModelOpt's quantizers hold after a calibration, except input ranges."""
+    state: Tensors = {}
+    for name in formats:
+        scale = modelopt.pre_quant_scale(live.get_submodule(name))
+        if scale is not None:
+            state[f"{name}.pre_quant_scale"] = scale.float().cpu()
+    for name, quantizer in modelopt.kv_quantizers(live).items():
+        if quantizer.amax is not None:
+            state[f"{name}_amax"] = quantizer.amax.float().reshape(1).cpu()
+    if clipped:
+        state |= {f"{name}.clip": share.float().cpu() for name, share in modelopt.take_clipping(live).items()}
+    return state
+
+
+def _check_observed(state: Tensors, formats: Mapping[str, Format], *, expects_kv: bool) -> None:
+    """Refuse a calibration in which an observer saw nothing."""
+    import torch
+
+    ranged = [name for name, form in formats.items() if traits(form, export="hf").static_activations]
+    problems = [
+        Problem(where=name, message="saw no calibration data.") for name in ranged if f"{name}.input_amax" not in state
+    ]
+    if expects_kv and not any(name.endswith(".k_amax") for name in state):
+        problems.append(Problem(where="kv_cache", message="no keys or values were seen."))
+    for name, tensor in state.items():
+        if not torch.isfinite(tensor).all():
+            problems.append(Problem(where=name, message="has a range that is not finite."))
+        elif name.endswith("_amax") and not (tensor > 0).any():
+            problems.append(Problem(where=name, message="saw only zeros."))
+    if problems:
+        raise ToolError(
+            f"ModelOpt {version('nvidia-modelopt')} did not calibrate the model as asked",
+            problems=problems[:20],
+            hint="Use more calibration text, or exclude these layers (quantization.exclude).",
+        )

@@ -1,0 +1,284 @@
+"""The source model, one decoder layer at a time: what is in memory is one layer, whatever the model's size.
+
+The whole model exists as a skeleton without weights. `one_layer` makes a model of the same family that has a
+single decoder layer with its real weights, under its real name, and everything ModelOpt and transformers
+expect of a model around it: embedding and head are small stand-ins, since nothing of theirs is looked at.
+Running that layer on the activations that reach it computes what the whole model computes there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from pipeline.errors import BadSafetensors, ConfigError, Problem
+from pipeline.quantize.source_model import choose_device, read_config
+from pipeline.quantize.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_SMALL_VOCABULARY = 64  # of the stand-ins; TensorRT-LLM pads to multiples of it
+
+
+class _Reached(Exception):
+    """The decoder layers begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredModel:
+    """A source checkpoint, opened; its layers are read when they are asked for.
+
+    Attributes:
+        config: as transformers reads it.
+        skeleton: the whole model without weights.
+        files: the checkpoint's tensors.
+        layers: name of the module that holds the decoder layers, such as "model.layers".
+        device: where layers are put; `why` says the reason.
+    """
+
+    config: Any
+    skeleton: nn.Module
+    files: TensorFiles
+    layers: str
+    device: str
+    why: str
+
+    @classmethod
+    def open(cls, source: Path) -> Self:
+        """Read config and tensor headers, no weight.
+
+        Args:
+            source: a Hugging Face directory.
+
+        Raises:
+            ConfigError: transformers does not know the architecture, or it is no stack of decoder layers.
+            BadSafetensors: weights are missing or have the wrong shape.
+        """
+        import torch
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        config = read_config(source)
+        with init_empty_weights(include_buffers=False):
+            skeleton = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+        skeleton.eval().requires_grad_(requires_grad=False)
+        stacks = [
+            name
+            for name, module in skeleton.named_modules()
+            if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
+        ]
+        if not stacks:
+            architecture = (config.architectures or ["unknown"])[0]
+            raise ConfigError(f"{architecture} is no stack of decoder layers, so it cannot be quantized layer by layer")
+        files = TensorFiles(source)
+        _refuse_incomplete(skeleton, files, source)
+        layer = skeleton.get_submodule(f"{stacks[0]}.0")
+        device, why = choose_device(2 * sum(parameter.numel() * 4 for parameter in layer.parameters()))
+        return cls(config=config, skeleton=skeleton, files=files, layers=stacks[0], device=device, why=why)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Linear layers, name -> (out, in), in model order."""
+        from torch import nn as torch_nn
+
+        return {
+            name: (module.out_features, module.in_features)
+            for name, module in self.skeleton.named_modules()
+            if isinstance(module, torch_nn.Linear)
+        }
+
+    @property
+    def modules(self) -> list[str]:
+        """Every module's name."""
+        return [name for name, _module in self.skeleton.named_modules() if name]
+
+    @property
+    def head(self) -> str:
+        """Name of the output head."""
+        return self._name(self._causal.get_output_embeddings())
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the tensors that make the model, without a head that shares the embedding's."""
+        tied = f"{self.head}.weight" if self.config.tie_word_embeddings else None
+        return [name for name in self.skeleton.state_dict() if name != tied]
+
+    @property
+    def count(self) -> int:
+        """How many decoder layers there are."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def _causal(self) -> Any:  # noqa: ANN401 - a transformers model
+        return self.skeleton
+
+    def _name(self, wanted: nn.Module) -> str:
+        names: dict[nn.Module, str] = {module: name for name, module in self.skeleton.named_modules()}
+        return names[wanted]
+
+    def layer_name(self, index: int) -> str:
+        """Name of a decoder layer."""
+        return f"{self.layers}.{index}"
+
+    def inside(self, index: int, name: str) -> bool:
+        """Whether a module or tensor belongs to decoder layer `index`."""
+        return name.startswith(f"{self.layers}.{index}.")
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read a tensor into memory and cast it."""
+        return _widen(self.files, name, np.array(self.files.raw(name))).to(dtype)
+
+    def one_layer(self, index: int, *, dtype: str = "float32", head: bool = False) -> Any:  # noqa: ANN401 - see above
+        """A model whose only decoder layer is the source's layer `index`, on the device, for evaluation.
+
+        Args:
+            index: counted from 0.
+            dtype: name of the torch dtype of its weights.
+            head: with the real output head instead of a stand-in.
+        """
+        model = self._around(index, _SMALL_VOCABULARY)
+        if head:
+            model.set_submodule(self.head, copy.deepcopy(self.skeleton.get_submodule(self.head)))
+        self._fill(model, dtype, stand_ins=True, head=head)
+        model.tie_weights()
+        return model.to(self.device).eval()
+
+    def embed(self, batches: Sequence[Sequence[Sequence[int]]]) -> list[torch.Tensor]:
+        """What reaches the first decoder layer: float32 [rows, tokens, hidden] for each batch of token ids.
+
+        Only the rows of the embedding that occur are read.
+        """
+        import torch
+
+        used = sorted({token for batch in batches for row in batch for token in row})
+        place = {token: position for position, token in enumerate(used)}
+        model = self._around(0, len(used))
+        self._fill(model, "float32", stand_ins=False, head=False)
+        embedding = self._causal.get_input_embeddings()
+        name = f"{self._name(embedding)}.weight"
+        rows = _widen(self.files, name, self.files.raw(name)[used]).float()
+        model.get_input_embeddings().weight = torch.nn.Parameter(rows, requires_grad=False)
+        reached: list[torch.Tensor] = []
+
+        def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            reached.append(args[0] if args else kwargs["hidden_states"])
+            raise _Reached
+
+        handle = model.get_submodule(self.layer_name(0)).register_forward_pre_hook(stop, with_kwargs=True)
+        with torch.no_grad():
+            for batch in batches:
+                try:
+                    model.base_model(torch.tensor([[place[token] for token in row] for row in batch]), use_cache=False)
+                except _Reached:
+                    continue
+        handle.remove()
+        return reached
+
+    def run(self, model: Any, index: int, hidden: torch.Tensor, *, head: bool = False) -> torch.Tensor:  # noqa: ANN401
+        """Run the layer of `one_layer` on what reaches it and return what leaves it, both on the CPU.
+
+        Args:
+            model: from `one_layer`, whatever was done to it since.
+            index: of its layer.
+            hidden: [rows, tokens, hidden].
+            head: go on through the output head.
+        """
+        import torch
+
+        left: list[torch.Tensor] = []
+        entering = hidden.to(self.device)
+
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return ((entering, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": entering})
+
+        def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - tensor or tuple
+            left.append(output[0] if isinstance(output, tuple) else output)
+
+        layer = model.get_submodule(self.layer_name(index))
+        handles = [
+            layer.register_forward_pre_hook(enter, with_kwargs=True),
+            layer.register_forward_hook(leave),
+        ]
+        try:
+            with torch.no_grad():
+                ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+                (model if head else model.base_model)(ids, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return left[0].cpu()
+
+    def _around(self, index: int, vocabulary: int) -> Any:  # noqa: ANN401 - a transformers model
+        """The family's model without weights, with a small vocabulary and layer `index` alone."""
+        import torch
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = 1
+        config.vocab_size = vocabulary
+        config.pad_token_id = None  # may lie outside the small vocabulary
+        config.use_cache = False
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+        alone = torch.nn.ModuleList()
+        alone.add_module(str(index), copy.deepcopy(self.skeleton.get_submodule(self.layer_name(index))))
+        model.set_submodule(self.layers, alone)
+        return model.requires_grad_(requires_grad=False)
+
+    def _fill(self, model: Any, dtype: str, *, stand_ins: bool, head: bool) -> None:  # noqa: ANN401
+        """Give a model from `_around` its tensors: ones for the stand-ins, the source's for all else."""
+        import torch
+
+        vocabulary = {f"{self._name(self._causal.get_input_embeddings())}.weight"}
+        if not head:
+            vocabulary |= {name for name in model.state_dict() if name.startswith(f"{self.head}.")}
+        wanted = getattr(torch, dtype)
+        for name, tensor in model.state_dict().items():
+            if not stand_ins and name.startswith(f"{self.layers}."):
+                continue
+            value = torch.ones(tensor.shape, dtype=wanted) if name in vocabulary else self.read(name, wanted)
+            module, _, leaf = name.rpartition(".")
+            holder = model.get_submodule(module)
+            is_parameter = leaf in holder._parameters  # noqa: SLF001 - torch has no public question
+            setattr(holder, leaf, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _widen(files: TensorFiles, name: str, values: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Stored numbers as a torch tensor of the type they mean."""
+    import torch
+
+    dtype = files[name].dtype
+    if dtype not in {"F64", "F32", "F16", "BF16"}:
+        raise BadSafetensors(f"{files[name].file}: tensor {name} is {dtype}, a floating type was expected.")
+    tensor = torch.from_numpy(values)
+    return tensor.view(torch.bfloat16) if dtype == "BF16" else tensor
+
+
+def _refuse_incomplete(skeleton: Any, files: TensorFiles, source: Path) -> None:  # noqa: ANN401
+    """Compare the checkpoint's headers with what the model needs."""
+    tied = skeleton.config.tie_word_embeddings
+    problems = []
+    for name, tensor in sorted(skeleton.state_dict().items()):
+        if name not in files:
+            if not (tied and skeleton.get_submodule(name.rpartition(".")[0]) is skeleton.get_output_embeddings()):
+                problems.append(Problem(where=name, message="is missing."))
+        elif files[name].shape != tuple(tensor.shape):
+            problems.append(Problem(where=name, message=f"is {files[name].shape}, not {tuple(tensor.shape)}."))
+    if problems:
+        raise BadSafetensors(
+            f"{len(problems)} weights of {source} are missing or have the wrong shape",
+            problems=problems[:20],
+            hint="Fetch the checkpoint again.",
+        )
