@@ -1,7 +1,7 @@
 """How much memory and disk a build and its server need, before anything starts.
 
 Weights are counted from the architecture, not guessed from a name. All results are bytes. The
-factors are those of the steps themselves: calibration holds one float32 copy on the CPU, a stage
+factors are those of the steps themselves: calibration and quantization hold one layer, a stage
 writes beside what it reads, and a committed artifact is kept once.
 """
 
@@ -22,6 +22,8 @@ SCALE_BITS = 32
 KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
 # Interpreter, torch, transformers and ModelOpt loaded, nothing of the model yet (measured as RSS).
 RUNTIME_BYTES = 900 * 2**20
+# Of one decoder layer while ModelOpt works on it: the weights, what it rounds them to, and what is written.
+_LAYER_COPIES = 4
 
 
 class Shapes(Protocol):
@@ -117,6 +119,26 @@ def kv_bytes_per_token(model: Shapes, config: BuildConfig) -> int:
     return 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * element
 
 
+def _making(model: Shapes, config: BuildConfig) -> Need:
+    """Memory of the stages up to compile.
+
+    Calibration and quantization hold a few float32 copies of one decoder layer and the text's activations before and
+    behind it; the proof holds embedding and head of both models. What needs the model at once is named.
+    """
+    linear, tables = parameters(model)
+    if config.engine.target == "openvino":
+        why = "float32 copies of the whole model while OpenVINO converts it"
+        return Need(what="build memory", n_bytes=2 * (linear + tables) * FLOAT32 + RUNTIME_BYTES, why=why)
+    if config.sparsity.method != "none" or config.quantization.format == "auto":
+        why = "a float32 copy of the whole model to score or sparsify it"
+        return Need(what="build memory", n_bytes=2 * (linear + tables) * FLOAT32 + RUNTIME_BYTES, why=why)
+    layer = linear // max(1, model.num_hidden_layers)
+    tokens = config.calibration.num_samples * config.calibration.max_seq_len
+    work = max(_LAYER_COPIES * layer + 2 * tokens * model.hidden_size, 2 * tables)
+    why = "one decoder layer in float32 with the text's activations, or embedding and head of both models in the proof"
+    return Need(what="build memory", n_bytes=work * FLOAT32 + RUNTIME_BYTES, why=why)
+
+
 def _scoring(model: Shapes, config: BuildConfig) -> Need:
     """Memory of `score`: one float32 copy, what the head makes of a batch, and one decoder layer's outputs.
 
@@ -140,7 +162,7 @@ def needs(model: Shapes, config: BuildConfig) -> tuple[Need, ...]:
     source = (linear + tables) * FLOAT32
     checkpoint = checkpoint_bytes(model, config)
     build: tuple[Need, ...] = (
-        Need(what="build memory", n_bytes=2 * source + RUNTIME_BYTES, why="float32 copies for calibration and proof"),
+        _making(model, config),
         Need(
             what="build disk",
             n_bytes=source + 2 * checkpoint + (linear + tables) * FLOAT16,
