@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.schema import Format
 from pipeline.quantize import modelopt
+from pipeline.quantize.formats import traits
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +45,7 @@ def describe_hf(
     directory: Path,
     *,
     dtype: torch.dtype,
-    smoothed: bool,
+    formats: Mapping[str, Format],
 ) -> None:
     """Write everything of hf/ but the weights.
 
@@ -53,23 +55,27 @@ def describe_hf(
         source: the Hugging Face directory.
         directory: hf/.
         dtype: of what is not quantized.
-        smoothed: whether layers have pre-quant scales.
+        formats: of the layers that are quantized.
     """
     described = modelopt.describe_hf(skeleton, quantizers, directory)
     if described is not None:
         write_json(directory / "hf_quant_config.json", described)
-        _rewrite_quantization(directory / "hf_quant_config.json", smoothed=smoothed)
+        _rewrite_quantization(directory / "hf_quant_config.json", formats=formats)
     _rewrite_config(directory / "config.json", dtype=dtype)
     copy_tokenizer(source, directory)
 
 
-def _rewrite_quantization(path: Path, *, smoothed: bool) -> None:
-    """Sort the lists, and say whether there are pre-quant scales: ModelOpt says so of every int4 in groups."""
+def _rewrite_quantization(path: Path, *, formats: Mapping[str, Format]) -> None:
+    """Sort the lists, and say whether layers have pre-quant scales: ModelOpt says so of every int4 in groups."""
     if not path.is_file():
         return
     content = json.loads(path.read_text("utf-8"))
-    if "pre_quant_scale" in content["quantization"]:
-        content["quantization"]["pre_quant_scale"] = smoothed
+    section = content["quantization"]
+    if "pre_quant_scale" in section:
+        section["pre_quant_scale"] = any(traits(form, export="hf").smoothed for form in formats.values())
+    for name, layer in section.get("quantized_layers", {}).items():
+        if "pre_quant_scale" in layer:
+            layer["pre_quant_scale"] = traits(formats[name], export="hf").smoothed
     write_json(path, _sort_lists(content))
 
 

@@ -8,13 +8,14 @@ recorded and written by ModelOpt's exporter. No text is read here. The device is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.rules import UNQUANTIZED
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -25,7 +26,6 @@ from pipeline.quantize.calibrated import CalibrationReader
 from pipeline.quantize.formats import (
     DType,
     Export,
-    FormatTraits,
     WantedCheckpoint,
     check_group_size,
     layer_formats,
@@ -48,6 +48,7 @@ Tensors = dict[str, "torch.Tensor"]
 
 SHARD_BYTES = 4_000_000_000
 _OWN_DTYPE: Mapping[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
+_SIXTEEN_BIT: Mapping[DType, Format] = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def plan_formats(
@@ -154,9 +155,9 @@ class _Job:
         return stores_kv_scales(self.quantization, export=self.export)
 
     @property
-    def traits(self) -> FormatTraits:
-        """What the configured format is in the layout that was asked for."""
-        return traits(self.quantization.format, export=self.export)
+    def kinds(self) -> Sequence[Format]:
+        """The formats that layers have, each once; the 16-bit one where none is quantized."""
+        return tuple(dict.fromkeys(self.formats.values())) or (self.quantization.format,)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -175,7 +176,7 @@ class _Job:
             quantization=self.quantization,
             ranks=Ranks(tensor=self.wanted.tensor_parallel_size, pipeline=self.wanted.pipeline_parallel_size),
             dtype=self.dtype,
-            selected=tuple(self.formats),
+            formats=self.formats,
             excluded=self.excluded,
         )
 
@@ -191,13 +192,10 @@ def _plan(
     linears = model.linears
     chosen = layer_formats(linears, model.modules, quantization) if formats is None else formats
     ordered = {name: chosen[name] for name in linears if name in chosen}
-    if len(set(ordered.values())) > 1:
-        raise ConfigError(
-            "quantization.overrides: a checkpoint of several formats is not made yet",
-            hint="Remove quantization.overrides.",
-        )
-    for only in set(ordered.values()):
-        quantization = quantization.model_copy(update={"format": only})
+    plain = quantization.format if quantization.format in UNQUANTIZED else _SIXTEEN_BIT[wanted.dtype]
+    kinds = set(ordered.values()) or {plain}
+    if len(kinds) == 1:  # whatever the overrides, the checkpoint is of that one format
+        quantization = quantization.model_copy(update={"format": kinds.pop(), "overrides": ()})
     job = _Job(
         model=model,
         source=source,
@@ -422,9 +420,8 @@ class _Maker:
         quantizers = None
         if job.made or job.kv_scales:
             quantizers = quantizer_config(job.quantization, job.made, kv_scales=job.kv_scales)
-        smoothed = any(traits(form, export="hf").smoothed for form in job.made.values())
         writing.describe_hf(
-            job.model.skeleton, quantizers, job.source, directory, dtype=job.torch_dtype, smoothed=smoothed
+            job.model.skeleton, quantizers, job.source, directory, dtype=job.torch_dtype, formats=job.made
         )
         write_shards([self.kept.path(part) for part in parts], directory, limit=SHARD_BYTES)
 
@@ -444,9 +441,11 @@ class _Maker:
                 join([self.kept.path(part) for part in parts], directory / f"rank{rank}.safetensors")
         producer = {"name": "modelopt", "version": version("nvidia-modelopt")} if family.decoder else None
         trtllm_export.describe(job.target, directory, producer)
-        if job.traits.rounded_by_build:
+        for form in job.kinds:
+            if not traits(form, export=job.export).rounded_by_build:
+                continue
             self.progress.note(
-                f"{job.quantization.format}: the checkpoint holds 16-bit weights; trtllm-build rounds them on the GPU "
+                f"{form}: the checkpoint holds 16-bit weights; trtllm-build rounds them on the GPU "
                 "node, and what that costs in quality is not measured here"
             )
 
@@ -464,22 +463,27 @@ def _probes(index: int) -> str:
 
 
 def _describe(job: _Job, settled: Settled) -> dict[str, Any]:
-    made, quantization = job.traits, job.quantization
-    smoothed = {"awq": quantization.awq} if made.grouped and made.smoothed else {}
-    return smoothed | {
-        "format": quantization.format,
-        "group_size": quantization.group_size if made.grouped else None,
-        "smoothquant_alpha": quantization.smoothquant_alpha if quantization.format == "int8_sq" else None,
-        "kv_cache": quantization.kv_cache,
-        "kv_cache_scales": job.kv_scales,
-        "export": job.export,
-        "dtype": job.dtype,
-        "tensor_parallel_size": job.wanted.tensor_parallel_size,
-        "pipeline_parallel_size": job.wanted.pipeline_parallel_size,
-        "exclude": list(quantization.exclude),
-        "quantized_layers": list(job.made),
-        "excluded_layers": list(job.excluded),
-        "folded": settled.folded_into,
-        "norm_offset": settled.norm_offset,
-        "versions": {name: version(name) for name in ("nvidia-modelopt", "torch", "transformers")},
-    }
+    quantization, made = job.quantization, [traits(form, export=job.export) for form in job.kinds]
+    searched = {"awq": quantization.awq} if any(form.grouped and form.smoothed for form in made) else {}
+    mixed = {"formats": dict(job.made)} if len(job.kinds) > 1 else {}
+    return (
+        searched
+        | mixed
+        | {
+            "format": "mixed" if mixed else job.kinds[0],
+            "group_size": quantization.group_size if any(form.grouped for form in made) else None,
+            "smoothquant_alpha": quantization.smoothquant_alpha if "int8_sq" in job.kinds else None,
+            "kv_cache": quantization.kv_cache,
+            "kv_cache_scales": job.kv_scales,
+            "export": job.export,
+            "dtype": job.dtype,
+            "tensor_parallel_size": job.wanted.tensor_parallel_size,
+            "pipeline_parallel_size": job.wanted.pipeline_parallel_size,
+            "exclude": list(quantization.exclude),
+            "quantized_layers": list(job.made),
+            "excluded_layers": list(job.excluded),
+            "folded": settled.folded_into,
+            "norm_offset": settled.norm_offset,
+            "versions": {name: version(name) for name in ("nvidia-modelopt", "torch", "transformers")},
+        }
+    )

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.schema import QuantizationConfig
+from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError, Problem
 from pipeline.quantize.export import copy_tokenizer, write_json
 from pipeline.quantize.formats import traits
 from pipeline.quantize.tensor_files import TensorFiles
-from pipeline.quantize.trtllm_config import Ranks, checkpoint_config
+from pipeline.quantize.trtllm_config import Ranks, checkpoint_config, layer_config
 from pipeline.quantize.trtllm_layout import FAMILIES, Family, Layout, Place, find_family
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Target:
         quantization: format, KV cache, group size.
         ranks: what it is cut for.
         dtype: "bfloat16" or "float16".
-        selected, excluded: linear layers by Hugging Face name.
+        formats: format of each linear layer that is quantized, by Hugging Face name.
+        excluded: the other linear layers.
     """
 
     source: Path
@@ -44,8 +45,13 @@ class Target:
     quantization: QuantizationConfig
     ranks: Ranks
     dtype: str
-    selected: tuple[str, ...]
+    formats: Mapping[str, Format]
     excluded: tuple[str, ...]
+
+    @property
+    def kinds(self) -> tuple[Format, ...]:
+        """The formats that layers have, each once; the 16-bit one where none is quantized."""
+        return tuple(dict.fromkeys(self.formats.values())) or (self.quantization.format,)
 
 
 def check_target(target: Target) -> Family:
@@ -74,17 +80,26 @@ def check_target(target: Target) -> Family:
 
 
 def _format_problems(target: Target, family: Family, architecture: str) -> list[Problem]:
-    form, kv_cache = target.quantization.format, target.quantization.kv_cache
-    problems = []
+    kv_cache = target.quantization.kv_cache
     on_the_node = "Quantize it on the GPU node with TensorRT-LLM's examples/quantization/quantize.py, or "
-    if form not in family.formats:
-        problems.append(
-            Problem(
-                where="quantization.format",
-                message=f"{form} of {architecture} is not made here: it was never exported and verified on a CPU.",
-                hint=f"{on_the_node}pick one of {', '.join(sorted(family.formats))}.",
-            )
+    problems = [
+        Problem(
+            where="quantization.format",
+            message=f"{form} of {architecture} is not made here: it was never exported and verified on a CPU.",
+            hint=f"{on_the_node}pick one of {', '.join(sorted(family.formats))}.",
         )
+        for form in target.kinds
+        if form not in family.formats
+    ]
+    problems += [
+        Problem(
+            where="quantization.overrides",
+            message=f"{form} is rounded by trtllm-build, for all layers or none.",
+            hint="Mix fp8, int4_awq, w4a8_awq, or int8_sq.",
+        )
+        for form in target.kinds
+        if len(target.kinds) > 1 and traits(form, export="trtllm").rounded_by_build
+    ]
     if kv_cache != "auto" and family.decoder is None:
         problems.append(
             Problem(
@@ -93,7 +108,7 @@ def _format_problems(target: Target, family: Family, architecture: str) -> list[
                 hint=f"{on_the_node}set kv_cache: auto.",
             )
         )
-    if "lm_head" in target.selected:
+    if "lm_head" in target.formats:
         problems.append(
             Problem(
                 where="quantization.exclude",
@@ -118,7 +133,7 @@ def _rank_problems(target: Target) -> list[Problem]:
     if kv_heads % tensor and tensor % kv_heads:
         message = f"{kv_heads} KV heads cannot be shared by {tensor} ranks: neither divides the other."
         problems.append(Problem(where="engine.tensor_parallel_size", message=message))
-    if tensor > kv_heads and target.quantization.format == "int8_sq":
+    if tensor > kv_heads and "int8_sq" in target.kinds:
         message = f"{tensor} ranks share {kv_heads} KV heads; ModelOpt cannot copy the per-channel scales of int8_sq."
         hint = f"Set it to {kv_heads} or less, or pick fp8 or int4_awq."
         problems.append(Problem(where="engine.tensor_parallel_size", message=message, hint=hint))
@@ -129,25 +144,28 @@ def _rank_problems(target: Target) -> list[Problem]:
 
 
 def _exclude_problems(target: Target) -> list[Problem]:
-    """Excludes that one list of stored names cannot say: layers are counted from 0 on every pipeline rank."""
-    layout = layout_of(target)
-    quantized: dict[str, set[int]] = {}
-    stages: dict[str, set[int]] = {}
-    for names, seen in ((target.selected, quantized), (target.excluded, stages)):
-        for name in names:
-            place = layout.place(name)
-            if place is not None:
-                seen.setdefault(place.stored, set()).add(place.stage)
-    split = sorted(quantized.keys() & stages.keys())
+    """Formats that one list of stored names cannot say: layers are counted from 0 on every pipeline rank."""
+    split = [name for name, formats in _stored_formats(target).items() if len(formats) > 1]
     return [
         Problem(
-            where="quantization.exclude",
+            where="quantization.overrides" if len(target.kinds) > 1 else "quantization.exclude",
             message=f"{name} is quantized in part: it holds several layers, or is another layer on another "
             "pipeline rank, and one list of names is for all of them.",
-            hint="Exclude all of q, k and v (or gate and up), and equal layers on every pipeline rank.",
+            hint="Name all of q, k and v (or gate and up), and equal layers on every pipeline rank.",
         )
-        for name in split
+        for name in sorted(split)
     ]
+
+
+def _stored_formats(target: Target) -> dict[str, set[Format | None]]:
+    """Stored name -> the formats of the layers that it holds, on any pipeline rank; None for 16 bit."""
+    layout = layout_of(target)
+    found: dict[str, set[Format | None]] = {}
+    for name in (*target.formats, *target.excluded):
+        place = layout.place(name)
+        if place is not None:
+            found.setdefault(place.stored, set()).add(target.formats.get(name))
+    return found
 
 
 def stored_excludes(target: Target) -> tuple[str, ...]:
@@ -159,23 +177,28 @@ def stored_excludes(target: Target) -> tuple[str, ...]:
 
 def describe(target: Target, directory: Path, producer: Mapping[str, str] | None) -> None:
     """Write everything of trtllm/ but the tensors; `producer` is the tool that made them."""
-    made = traits(target.quantization.format, export="trtllm")
-    excluded = stored_excludes(target) if made.quantized or made.rounded_by_build else ()
     config = checkpoint_config(
         target.config,
         target.quantization,
         target.ranks,
         dtype=target.dtype,
-        excluded=excluded,
+        excluded=stored_excludes(target) if target.formats else (),
+        formats=target.kinds,
         producer=producer,
     )
     write_json(directory / "config.json", config)
+    if len(target.kinds) > 1:
+        stored = {name: form for name, formats in _stored_formats(target).items() for form in formats if form}
+        write_json(directory / "quant_cfg.json", layer_config(target.quantization, stored))
     copy_tokenizer(target.source, directory)
 
 
 def layout_of(target: Target) -> Layout:
     """Where the source's modules lie in the checkpoint."""
-    return Layout.of(checkpoint_config(target.config, target.quantization, target.ranks, dtype=target.dtype))
+    config = checkpoint_config(
+        target.config, target.quantization, target.ranks, dtype=target.dtype, formats=target.kinds
+    )
+    return Layout.of(config)
 
 
 def plain_tensors(
