@@ -25,8 +25,20 @@ from tests.support.making import make_quantized
 
 pytestmark = pytest.mark.heavy
 
-FORMATS = ("bf16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo")
+FORMATS = ("bf16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "mixed")
 QUANTIZED = FORMATS[1:]
+# A format for each kind of layer, and two layers at 16 bit.
+MIXED = {
+    "format": "int4_awq",
+    "overrides": (
+        {"layers": "*.self_attn", "format": "int8_sq"},
+        {"layers": "model.layers.0.self_attn", "format": "fp8"},
+        {"layers": "*.down_proj", "format": "int8_wo"},
+        {"layers": "model.layers.1.mlp.[gu]*_proj", "format": "int4_wo"},
+        {"layers": "model.layers.1.mlp.down_proj", "format": "bf16"},
+        {"layers": "model.layers.1.self_attn.o_proj", "format": "bf16"},
+    ),
+}
 CODES = {"fp8": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
 Fixture = Callable[[str], Any]
 
@@ -48,7 +60,9 @@ def quantized(source: SourceCheckpoint, tmp_path_factory: pytest.TempPathFactory
             out = tmp_path_factory.mktemp("quantized") / name
             make_quantized(
                 source,
-                QuantizationConfig.model_validate({"format": name, "group_size": 64}),
+                QuantizationConfig.model_validate(
+                    {**(MIXED if name == "mixed" else {"format": name}), "group_size": 64}
+                ),
                 CalibrationConfig(num_samples=4, max_seq_len=32, batch_size=2),
                 WantedCheckpoint(export="hf"),
                 out,
@@ -80,6 +94,12 @@ def constants(engine: Path) -> dict[str, Any]:
 
     model = ov.Core().read_model(engine / "openvino_model.xml")
     return {node.get_friendly_name(): node for node in model.get_ops() if node.get_type_name() == "Constant"}
+
+
+def formats_of(checkpoint: Path) -> dict[str, str]:
+    """The format of each quantized layer."""
+    record = json.loads((checkpoint / "quantization.json").read_text())
+    return record.get("formats") or dict.fromkeys(record["quantized_layers"], record["format"])
 
 
 def modelopt_codes(checkpoint: Path, layer: str, name: str) -> np.ndarray:
@@ -114,14 +134,15 @@ def stored_codes(constant: Any, name: str, shape: tuple[int, ...]) -> np.ndarray
 def test_every_quantized_weight_is_modelopts_own_integers(quantized: Fixture, engine: Fixture, name: str) -> None:
     """Bit for bit, for every layer that quantization.json lists."""
     checkpoint = quantized(name).path
-    layers = json.loads((checkpoint / "quantization.json").read_text())["quantized_layers"]
+    formats = formats_of(checkpoint)
     found = constants(engine(name))
-    assert len(layers) == 14
-    for layer in layers:
+    assert len(formats) == (12 if name == "mixed" else 14)
+    assert len(set(formats.values())) == (5 if name == "mixed" else 1)
+    for layer, form in formats.items():
         constant = found[f"{layer}.weight"]
-        assert constant.output(0).get_element_type().to_string() == CODES[name]
-        codes = modelopt_codes(checkpoint, layer, name)
-        np.testing.assert_array_equal(stored_codes(constant, name, codes.shape), codes, err_msg=layer)
+        assert constant.output(0).get_element_type().to_string() == CODES[form]
+        codes = modelopt_codes(checkpoint, layer, form)
+        np.testing.assert_array_equal(stored_codes(constant, form, codes.shape), codes, err_msg=layer)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -132,7 +153,7 @@ def test_every_scale_is_modelopts_own_float32(quantized: Fixture, engine: Fixtur
     found = constants(engine(name))
     with safe_open(quantized(name).path / "hf" / "model.safetensors", framework="pt") as opened:
         scales = {key: opened.get_tensor(key) for key in opened.keys() if key.endswith(".weight_scale")}  # noqa: SIM118
-    assert len(scales) == 14
+    assert len(scales) == len(formats_of(quantized(name).path))
     for key, scale in scales.items():
         assert found[key].output(0).get_element_type().to_string() == "f32"
         np.testing.assert_array_equal(np.asarray(found[key].data).ravel(), scale.float().numpy().ravel(), err_msg=key)
@@ -209,7 +230,7 @@ def generate(engine: Path, prompts: list[list[int]], *, new_tokens: int) -> list
     return [handle.read_all()[0].generated_ids for handle in handles]
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTIZED if CODES[name] != "f8e4m3"])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if CODES.get(name) in {"i4", "i8"}])
 def test_integer_weights_stay_compressed_when_executed(engine: Fixture, name: str) -> None:
     """The CPU plugin multiplies with the integers instead of unpacking them to floats at load."""
     import openvino as ov
@@ -223,6 +244,28 @@ def test_integer_weights_stay_compressed_when_executed(engine: Fixture, name: st
     ]
     assert kinds.count(code) >= 8
     assert set(kinds) <= {code, "bf16", "f32", "f16"}
+
+
+def test_greedy_ids_of_a_mixed_engine_are_the_torch_models(quantized: Fixture, tmp_path: Path) -> None:
+    """Without dynamic quantization, through continuous batching and its paged cache; scored in one pass."""
+    options = EngineConfig(max_batch_size=4, dynamic_quantization=False)
+    compile_engine(quantized("mixed"), options, out=tmp_path / "engine", progress=Silent())
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [44, 3, 210, 17, 8]]
+    answers = generate(tmp_path / "engine", prompts, new_tokens=8)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference_logits(quantized("mixed").path, [*prompt, *answer])
+        assert answer == logits[len(prompt) - 1 : -1].argmax(axis=1).tolist()
+
+
+def test_an_engine_of_mixed_layers_says_what_it_holds(engine: Fixture) -> None:
+    """engine.json counts layers by format, constants by type, and has a deviation for each format."""
+    facts = describe(engine("mixed"))
+    assert facts["format"] == "mixed"
+    assert facts["formats"] == {"fp8": 4, "int4_awq": 2, "int4_wo": 2, "int8_sq": 3, "int8_wo": 1}
+    assert {kind: row["tensors"] for kind, row in facts["weights"].items() if kind[0] in "if"} == {
+        "f8e4m3": 4, "i4": 4, "i8": 4,
+    }  # fmt: skip
+    assert {words.partition(":")[0] for words in facts["deviations"]} == set(facts["formats"])
 
 
 @pytest.mark.parametrize("name", ["bf16", "int4_awq"])
