@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipeline.config.schema import Format
+from pipeline.config.schema import CalibrationConfig, Format, LayerOverride, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Silent
-from pipeline.errors import IntegrityError, VerificationError
+from pipeline.errors import ConfigError, IntegrityError, VerificationError
+from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.quantize.readers import read_quantized
 from pipeline.quantize.verify import verify
-from tests.support.families import copy_of, held, tiny_family
-from tests.support.mixed import splice
+from tests.support.families import copy_of, held, quantize_family, tiny_family
+from tests.support.making import make_quantized
 from tests.support.quantized import held_text, tiny_quantized, tiny_source
 
 pytestmark = pytest.mark.heavy
 
 DOWN = "model.layers.1.mlp.down_proj"
-OVERRIDES: Mapping[str, Format] = {
-    "*.self_attn.*": "int8_sq",
-    "model.layers.0.mlp.down_proj": "fp8",
-    DOWN: "int8_wo",
-    "model.layers.1.mlp.[gu]*_proj": "int4_wo",
-}
+OVERRIDES: tuple[tuple[str, Format], ...] = (
+    ("*.self_attn", "int8_sq"),
+    ("model.layers.0.mlp.down_proj", "fp8"),
+    (DOWN, "int8_wo"),
+    ("model.layers.1.mlp.[gu]*_proj", "int4_wo"),
+)
 COUNTS = {"fp8": 1, "int4_awq": 2, "int4_wo": 2, "int8_sq": 8, "int8_wo": 1}
+# What TensorRT-LLM mixes.
+ENGINE: tuple[tuple[str, Format], ...] = (("*.self_attn", "fp8"), ("*.down_proj", "w4a8_awq"))
+
+
+def overrides(listed: tuple[tuple[str, Format], ...]) -> tuple[LayerOverride, ...]:
+    """As a config has them."""
+    return tuple(LayerOverride(layers=layers, format=form) for layers, form in listed)
+
+
+@cache
+def _unified() -> Path:
+    out = Path(mkdtemp()) / "mixed"
+    make_quantized(
+        tiny_source(),
+        QuantizationConfig(format="int4_awq", group_size=64, overrides=overrides(OVERRIDES)),
+        CalibrationConfig(dataset=tiny_source().path / "text.jsonl", num_samples=8, max_seq_len=64),
+        WantedCheckpoint(export="hf"),
+        out,
+    )
+    return out
 
 
 def unified(directory: Path) -> QuantizedCheckpoint:
     """int4_awq with four other formats among its layers, in the unified layout."""
-    made = tiny_quantized("int4_awq", directory / "mixed")
-    others = {glob: tiny_quantized(form, directory / form).path for glob, form in OVERRIDES.items()}
-    splice(made.path, others)
-    return made
+    shutil.copytree(_unified(), directory / "mixed")
+    return QuantizedCheckpoint(path=directory / "mixed", digest="sha256:quantized")
 
 
-def ranks(directory: Path, tp: int, pp: int, name: str = "Llama") -> QuantizedCheckpoint:
+def ranks(directory: Path, tp: int, pp: int, name: str = "Llama", **more: Any) -> QuantizedCheckpoint:
     """int4_awq with attention at fp8 and down_proj at w4a8_awq, as TensorRT-LLM ranks."""
-    made = copy_of(name, directory / "mixed", tp=tp, pp=pp, format="int4_awq")
-    others = {"*.self_attn.*": "fp8", "*.down_proj": "w4a8_awq"}
-    splice(
-        made.path,
-        {glob: copy_of(name, directory / form, tp=tp, pp=pp, format=form).path for glob, form in others.items()},
-    )
-    return made
+    return copy_of(name, directory / "mixed", tp=tp, pp=pp, format="int4_awq", overrides=overrides(ENGINE), **more)
 
 
 def report(directory: Path) -> dict[str, Any]:
@@ -71,11 +88,22 @@ def test_every_layer_is_read_and_judged_as_what_it_is(tmp_path: Path) -> None:
     assert reader.linear("model.layers.0.self_attn.q_proj").format == "int8_sq"
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
-def test_every_rank_of_a_mixed_checkpoint_passes(name: str, tp: int, pp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "more"),
+    [
+        ("Llama", 1, 1, {}),
+        ("Llama", 2, 2, {"kv_cache": "int8"}),
+        ("Llama", 4, 1, {"group_size": 32}),  # more ranks than KV heads
+        ("Qwen2", 2, 2, {}),
+        ("Qwen3", 1, 2, {"kv_cache": "fp8"}),
+        ("Gemma", 2, 1, {}),
+    ],
+)
+def test_every_rank_of_a_mixed_checkpoint_passes(
+    name: str, tp: int, pp: int, more: dict[str, Any], tmp_path: Path
+) -> None:
     """quant_cfg.json says how each stored layer of every rank computes."""
-    made = ranks(tmp_path, tp, pp, name)
+    made = ranks(tmp_path, tp, pp, name, **more)
     verify(tiny_family(name), made, held(tiny_family(name)), out=tmp_path, progress=Silent())
     found = report(tmp_path)
     assert found["passed"]
@@ -190,3 +218,42 @@ def test_what_the_engine_build_would_stumble_over_is_named(edit: Edit, words: st
     with pytest.raises(VerificationError) as raised:
         verify(tiny_family("Llama"), made, held(tiny_family("Llama")), out=tmp_path, progress=Silent())
     assert any(words in str(problem) for problem in raised.value.problems)
+
+
+def test_a_layer_has_in_a_mixture_what_it_has_alone(tmp_path: Path) -> None:
+    """Codes and scales are those of a checkpoint of the layer's own format, bit for bit."""
+    mixed = read_quantized(unified(tmp_path).path)
+    for name in mixed.quantized_modules():
+        alone = read_quantized(tiny_quantized(mixed.format_of(name), tmp_path / name).path)
+        ours, theirs = mixed.linear(name), alone.linear(name)
+        np.testing.assert_array_equal(ours.codes, theirs.codes, err_msg=name)
+        np.testing.assert_array_equal(ours.scale, theirs.scale, err_msg=name)
+        assert ours.input_scale == theirs.input_scale
+        np.testing.assert_array_equal(ours.pre_quant_scale, theirs.pre_quant_scale, err_msg=name)
+
+
+def test_overrides_that_leave_one_format_give_its_plain_checkpoint(tmp_path: Path) -> None:
+    """Nothing says MIXED_PRECISION where every quantized layer is alike."""
+    out = tmp_path / "alike"
+    make_quantized(
+        tiny_source(),
+        QuantizationConfig(format="bf16", overrides=overrides((("*.mlp", "int8_wo"),))),
+        CalibrationConfig(dataset=tiny_source().path / "text.jsonl", num_samples=8, max_seq_len=64),
+        WantedCheckpoint(export="hf"),
+        out,
+    )
+    made = QuantizedCheckpoint(path=out, digest="sha256:quantized")
+    verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    found = report(tmp_path)
+    assert found["passed"]
+    assert found["format"] == "int8_wo"
+    assert found["summary"]["quantized_layers"] == 6
+
+
+def test_a_mixture_that_engine_builds_cannot_round_is_refused(tmp_path: Path) -> None:
+    """int8_wo is rounded by trtllm-build, for all layers or none."""
+    with pytest.raises(ConfigError) as raised:
+        quantize_family(
+            tiny_family("Llama"), tmp_path / "q", format="fp8", overrides=overrides((("*.mlp", "int8_wo"),))
+        )
+    assert [problem.where for problem in raised.value.problems] == ["quantization.overrides"]
