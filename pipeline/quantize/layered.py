@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,28 +39,27 @@ class LayeredModel:
     Attributes:
         config: as transformers reads it.
         skeleton: the whole model without weights.
-        files: the checkpoint's tensors.
+        source: the Hugging Face directory.
         layers: name of the module that holds the decoder layers, such as "model.layers".
         device: where layers are put; `why` says the reason.
     """
 
     config: Any
     skeleton: nn.Module
-    files: TensorFiles
+    source: Path
     layers: str
     device: str
     why: str
 
     @classmethod
     def open(cls, source: Path) -> Self:
-        """Read config and tensor headers, no weight.
+        """Read the config; tensors are looked at when they are needed.
 
         Args:
             source: a Hugging Face directory.
 
         Raises:
             ConfigError: transformers does not know the architecture, or it is no stack of decoder layers.
-            BadSafetensors: weights are missing or have the wrong shape.
         """
         import torch
         from accelerate import init_empty_weights
@@ -79,11 +79,21 @@ class LayeredModel:
         if not stacks:
             architecture = (config.architectures or ["unknown"])[0]
             raise ConfigError(f"{architecture} is no stack of decoder layers, so it cannot be quantized layer by layer")
-        files = TensorFiles(source)
-        _refuse_incomplete(skeleton, files, source)
         layer = skeleton.get_submodule(f"{stacks[0]}.0")
         device, why = choose_device(2 * sum(parameter.numel() * 4 for parameter in layer.parameters()))
-        return cls(config=config, skeleton=skeleton, files=files, layers=stacks[0], device=device, why=why)
+        return cls(config=config, skeleton=skeleton, source=source, layers=stacks[0], device=device, why=why)
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        """The checkpoint's tensors.
+
+        Raises:
+            SourceNotFound: there are none.
+            BadSafetensors: weights are missing or have the wrong shape.
+        """
+        files = TensorFiles(self.source)
+        _refuse_incomplete(self.skeleton, files, self.source)
+        return files
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
