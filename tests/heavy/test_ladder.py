@@ -92,7 +92,7 @@ def test_plan_tells_how_far_every_step_is_known(project: Path, tmp_path: Path) -
         ("int8_sq", "unreached", "pass", False),
     ]
     assert {stage["status"] for stage in document["ladder"][1]["stages"]} == {"hit"}
-    assert [stage["name"] for stage in document["ladder"][0]["stages"]] == ["quantize", "verify"]
+    assert [stage["name"] for stage in document["ladder"][0]["stages"]] == ["calibrate", "quantize", "verify"]
     table = trtpipe("plan", "tiny.yaml", "--store", tmp_path / "new", cwd=project).stdout
     (line,) = [line for line in table.splitlines() if line.startswith("int8_sq")]
     assert "about " in line

@@ -81,7 +81,7 @@ def test_awq_scales_are_folded_where_the_model_lets_them(full_heads: Path, tmp_p
     """Built through the command line: no input scale is left, and the model predicts what the AWQ checkpoint does."""
     document = trtpipe("build", _project(tmp_path, full_heads, "int4_awq"), *VLLM, "--json", cwd=tmp_path).document
     stages = {name: Path(stage["path"]) for name, stage in document["stages"].items()}
-    assert set(stages) == {"quantize", "verify", "repack", "compile", "emit"}
+    assert set(stages) == {"calibrate", "quantize", "verify", "repack", "compile", "emit"}
     smoothed = HuggingFaceReader(stages["quantize"] / "hf")
     assert smoothed.linear("model.layers.0.mlp.down_proj").pre_quant_scale is not None
     model = Path(document["repository"]) / "vllm_model" / "1" / "model"
