@@ -48,7 +48,7 @@ class MadeElsewhere(Protocol):
 
 def adopt(config: BuildConfig, made: MadeElsewhere) -> BuildConfig:
     """Return the config with format, group size and dtype as the checkpoint has them, and no text to calibrate with."""
-    quantization: dict[str, Any] = {"format": made.format}
+    quantization: dict[str, Any] = {"format": made.format, "overrides": ()}
     if made.group_size is not None:
         quantization["group_size"] = made.group_size
     return config.model_copy(
@@ -89,6 +89,10 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
     elif config.quantization.kv_cache == "fp8":
         message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
         yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
+    if config.quantization.overrides:
+        message = f"the checkpoint's layers have their formats already ({made.method})."
+        hint = "Remove the key: nothing is quantized again."
+        yield Problem(where="quantization.overrides", message=message, hint=hint)
     if config.sparsity.method != "none":
         message = "zeros are put into 16-bit weights, and this source is quantized already."
         yield Problem(where="sparsity.method", message=message, hint="Name the 16-bit checkpoint it was made from.")

@@ -168,7 +168,7 @@ def write_launcher(emission: Emission, out: Path) -> None:
 def _environment(engine: Mapping[str, Any]) -> list[str]:
     """Known issue of 1.0 (docs/source/release-notes.md@001eaec): Llama 3 with pipeline ranks and FP8 weights."""
     is_llama = str(engine["architecture"]).startswith("Llama")
-    quantized = str(engine["quantization"].get("quant_algo") or "") in ("FP8", "NVFP4")
+    quantized = str(engine["quantization"].get("quant_algo") or "") in ("FP8", "NVFP4", "MIXED_PRECISION")
     if engine["toolchain"]["tensorrt_llm"].startswith("1.0.") and is_llama and quantized and engine["pp"] > 1:
         return ["TRTLLM_LLAMA_EAGER_FUSION_DISABLED=1"]
     return []

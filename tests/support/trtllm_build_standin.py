@@ -148,6 +148,9 @@ def expected_tensors(config: Table, rank: int) -> Tensors:
 
 def linear(name: str, shape: tuple[int, int], quantization: Table, half: tuple[str, ...]) -> Tensors:
     """3.5: weight and scales of one linear."""
+    layers = quantization.get("quantized_layers")
+    if layers is not None:  # MIXED_PRECISION: a layer that is not listed is at 16 bit
+        quantization = layers.get(name, {})
     algo, group = quantization.get("quant_algo"), quantization.get("group_size", 128)
     excluded = quantization.get("exclude_modules") or EXCLUDED
     if any(fnmatch.fnmatch(name, pattern) for pattern in excluded):
@@ -198,6 +201,21 @@ def load(directory: Path, config: Table, rank: int) -> None:
         if got != shape or found[name]["dtype"] not in kinds:
             message = f"{name}: got {found[name]['dtype']}{got}, expected one of {kinds}{shape}"
             raise ValueError(f"The value updated is not the same shape as the original. {message}")
+
+
+def take_layer_config(directory: Path, config: Table) -> None:
+    """3.3: a MIXED_PRECISION checkpoint needs quant_cfg.json, whose fields are known ones only."""
+    if (config.get("quantization") or {}).get("quant_algo") != "MIXED_PRECISION":
+        return
+    path = directory / "quant_cfg.json"
+    try:
+        found = json.loads(path.read_text())
+        assert found.keys() <= {"quant_algo", "kv_cache_quant_algo", "quantized_layers"}, found.keys()
+        for layer in found["quantized_layers"].values():
+            assert layer.keys() <= {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"}, layer.keys()
+    except Exception as error:
+        raise RuntimeError(f"Encounter error '{error}' for read quantization config '{path}'") from error
+    config["quantization"] = found
 
 
 def settle(args: argparse.Namespace, config: Table) -> Table:
@@ -299,6 +317,7 @@ def build(args: argparse.Namespace) -> None:
     directory, out = Path(args.checkpoint_dir), Path(args.output_dir)
     config = json.loads((directory / "config.json").read_text())
     config["architecture"]  # KeyError for an HF directory (10, row 25)
+    take_layer_config(directory, config)
     build_config = settle(args, config)
     algo = (config.get("quantization") or {}).get("quant_algo")
     out.mkdir(parents=True, exist_ok=True)
