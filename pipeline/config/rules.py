@@ -21,6 +21,7 @@ CODE_BITS: Mapping[Format, int] = {
     "bf16": 16,
     "fp16": 16,
     "fp8": 8,
+    "fp8_rowwise": 8,
     "int8_sq": 8,
     "int4_awq": 4,
     "w4a8_awq": 4,

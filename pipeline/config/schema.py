@@ -16,7 +16,7 @@ from pydantic import Field
 from pipeline.config.section import Section
 from pipeline.config.trtllm_options import BackendParameters, BuildOptions
 
-LayerFormat = Literal["bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
+LayerFormat = Literal["bf16", "fp16", "fp8", "fp8_rowwise", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo"]
 # What a config may ask for: auto is the format of no layer, but a choice among others for each.
 Format = Literal[LayerFormat, "auto"]
 ScoreMethod = Literal["gradient", "kl_div"]
@@ -90,7 +90,8 @@ class QuantizationConfig(Section):
     format: Format = Field(
         default="bf16",
         title="format",
-        description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), int8_sq (W8A8 SmoothQuant), "
+        description="bf16/fp16 (no quantization), fp8 (E4M3, W8A8 per tensor), "
+        "fp8_rowwise (E4M3, a scale per output and per token), int8_sq (W8A8 SmoothQuant), "
         "int4_awq (W4A16, group-wise), w4a8_awq (INT4 weights, FP8 activations), int8_wo (per output) and int4_wo "
         "(group-wise) round weights and calibrate nothing; auto chooses for each layer, see quantization.auto.",
     )

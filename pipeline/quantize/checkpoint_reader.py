@@ -19,6 +19,7 @@ from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo
 FORMAT_OF_ALGORITHM: Mapping[str | None, LinearFormat] = {
     None: "float",
     "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8_rowwise",
     "W8A8_SQ_PER_CHANNEL": "int8_sq",
     "W4A16_AWQ": "int4_awq",
     "W4A8_AWQ": "w4a8_awq",

@@ -61,6 +61,7 @@ _TRAITS: Mapping[Format, FormatTraits] = {
     "bf16": FormatTraits(quantized=False),
     "fp16": FormatTraits(quantized=False),
     "fp8": FormatTraits(quantized=True, static_activations=True),
+    "fp8_rowwise": FormatTraits(quantized=True),
     "int8_sq": FormatTraits(quantized=True, smoothed=True, static_activations=True),
     "int4_awq": FormatTraits(quantized=True, smoothed=True, grouped=True),
     "w4a8_awq": FormatTraits(quantized=True, smoothed=True, grouped=True, static_activations=True),
@@ -79,6 +80,9 @@ def traits(name: Format, *, export: str) -> FormatTraits:
 
 
 _E4M3_PER_TENSOR: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
+_E4M3_PER_CHANNEL: dict[str, Any] = {"num_bits": (4, 3), "axis": 0}
+# Ranges are taken from each row of the input as it comes, so nothing is calibrated.
+_E4M3_PER_TOKEN: dict[str, Any] = {"num_bits": (4, 3), "type": "dynamic", "block_sizes": {-1: None}}
 _INT8_PER_TENSOR: dict[str, Any] = {"num_bits": 8, "axis": None}
 _INT8_PER_CHANNEL: dict[str, Any] = {"num_bits": 8, "axis": 0}
 
@@ -253,6 +257,7 @@ def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attribu
     twice = [grouped, dict(_E4M3_PER_TENSOR)]
     weights: Mapping[Format, Attributes | list[Attributes]] = {
         "fp8": dict(_E4M3_PER_TENSOR),
+        "fp8_rowwise": dict(_E4M3_PER_CHANNEL),
         "int8_sq": dict(_INT8_PER_CHANNEL),
         "int8_wo": dict(_INT8_PER_CHANNEL),
         "int4_awq": grouped,
@@ -261,6 +266,7 @@ def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attribu
     }
     activations: Mapping[Format, Attributes] = {
         "fp8": dict(_E4M3_PER_TENSOR),
+        "fp8_rowwise": dict(_E4M3_PER_TOKEN),
         "int8_sq": dict(_INT8_PER_TENSOR),
         "w4a8_awq": dict(_E4M3_PER_TENSOR),
     }

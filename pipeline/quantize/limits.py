@@ -67,6 +67,10 @@ LIMITS: Mapping[LinearFormat, Limits] = {
         max_step_error=0.51, max_weight_error=0.05, max_fake_quant_error=2e-2, max_layer_error=0.15, max_kl=0.15,
         min_top1_agreement=0.8, max_perplexity_increase=0.1,
     ),
+    "fp8_rowwise": Limits(
+        max_step_error=0.51, max_weight_error=0.05, max_fake_quant_error=2e-2, max_layer_error=0.15, max_kl=0.15,
+        min_top1_agreement=0.8, max_perplexity_increase=0.1,
+    ),
     "int8_sq": Limits(
         max_step_error=0.51, max_weight_error=0.15, max_fake_quant_error=5e-3, max_layer_error=0.3, max_kl=0.8,
         min_top1_agreement=0.6, max_perplexity_increase=0.7,

@@ -11,7 +11,7 @@ and y is exactly the function that the exported tensors stand for:
     y = Qa(x * p) Qw(W / p)^T + b
 
     Qw  the stored codes and scales of `<module>.weight`
-    Qa  static activation quantization (fp8, int8_sq); the identity for weight-only formats
+    Qa  activation quantization, static (fp8, int8_sq) or per row (fp8_rowwise); the identity for weight-only formats
     p   [in], 1 where the format does not smooth. `<module>.pre_quant_scale` where the checkpoint holds it;
         otherwise, where quantization.json lists the layer under "folded", p is in the weight of the norm in
         front of it: p = (norm exported + offset) / (norm source + offset), float32, and 1 where the
@@ -70,5 +70,6 @@ def record(
             if name in folded:
                 fed = fed * folded[name].to(device)
             tensors[f"{name}.input"] = rows
-            tensors[f"{name}.output"] = layer(fed).float().cpu()
+            # As one sequence: a quantizer with a range per token is made for the rank of its first input, 3.
+            tensors[f"{name}.output"] = layer(fed[None])[0].float().cpu()
     return {name: tensors[name].contiguous() for name in sorted(tensors)}

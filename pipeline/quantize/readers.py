@@ -23,7 +23,7 @@ from pipeline.quantize.checkpoint_reader import (
     read_json,
     sixteen_bit_dtype,
 )
-from pipeline.quantize.reference import INT8, PACKED, LinearFormat, QuantizedLinear
+from pipeline.quantize.reference import FP8, INT8, PACKED, LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, FloatRows, TensorFiles, cast
 from pipeline.quantize.trtllm_reader import TensorRTLLMReader
 
@@ -137,7 +137,8 @@ class HuggingFaceReader:
         declared = self.format_of(module) if self.format == "mixed" else self.format
         packed: LinearFormat = declared if declared in PACKED else "int4_awq"
         whole: LinearFormat = declared if declared in INT8 else "int8_sq"
-        kinds: dict[str, LinearFormat] = {"F8_E4M3": "fp8", "I8": whole, "U8": packed}
+        float8: LinearFormat = declared if declared in FP8 else "fp8"
+        kinds: dict[str, LinearFormat] = {"F8_E4M3": float8, "I8": whole, "U8": packed}
         return kinds.get(dtype, "float")
 
     def _optional(self, name: str) -> FloatArray | None:

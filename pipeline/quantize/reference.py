@@ -5,14 +5,15 @@ numpy alone, and never imports the tool that produces them, so that a mistake th
 
 With W of shape [out, in] and x of shape [n, in], a quantized linear layer computes y = x_hat W_hat^T + b:
 
-    format     W_hat                                         x_hat
-    float      w                                             x
-    fp8        w_e4m3 * s, s scalar                          e4m3(x / a) * a
-    int8_sq    w_i8 * s[:, None]                             clamp(round(x p / a), -128, 127) * a
-    int8_wo    w_i8 * s[:, None]                             x
-    int4_awq   q * s, each s repeated over g inputs          x p
-    int4_wo    (q - z) * s, each repeated over g inputs      x
-    w4a8_awq   e4m3(q * s / s2) * s2                         e4m3(x p / a) * a
+    format       W_hat                                       x_hat
+    float        w                                           x
+    fp8          w_e4m3 * s, s scalar                        e4m3(x / a) * a
+    fp8_rowwise  w_e4m3 * s[:, None]                         e4m3(x / a) * a, a = max |x| / 448 of each row of x
+    int8_sq      w_i8 * s[:, None]                           clamp(round(x p / a), -128, 127) * a
+    int8_wo      w_i8 * s[:, None]                           x
+    int4_awq     q * s, each s repeated over g inputs        x p
+    int4_wo      (q - z) * s, each repeated over g inputs    x
+    w4a8_awq     e4m3(q * s / s2) * s2                       e4m3(x p / a) * a
 
 s is `weight_scale`, z is `weight_zero_point` (0 when absent; only int4 made elsewhere has one), s2 is
 `weight_scale_2`, a is `input_scale`, p is `pre_quant_scale` ([in], all ones when absent), e4m3 rounds to float8
@@ -34,7 +35,8 @@ import numpy.typing as npt
 from pipeline.errors import IntegrityError
 from pipeline.quantize.tensor_files import FloatArray
 
-LinearFormat = Literal["float", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "w4a8_awq"]
+LinearFormat = Literal["float", "fp8", "fp8_rowwise", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "w4a8_awq"]
+FP8: frozenset[LinearFormat] = frozenset({"fp8", "fp8_rowwise"})
 INT8: frozenset[LinearFormat] = frozenset({"int8_sq", "int8_wo"})
 PACKED: frozenset[LinearFormat] = frozenset({"int4_awq", "int4_wo", "w4a8_awq"})
 SMOOTHED: frozenset[LinearFormat] = frozenset({"int8_sq", "int4_awq", "w4a8_awq"})
@@ -142,7 +144,7 @@ class QuantizedLinear:
     Attributes:
         codes: float: float32 [out, in]; fp8: uint8 bit patterns [out, in]; int8: int8 [out, in];
             int4: uint8 [out / 2, in], packed.
-        scale: `weight_scale`, float32: fp8 []; int8 [out]; int4 [out, in / group_size].
+        scale: `weight_scale`, float32: fp8 []; fp8_rowwise and int8 [out]; int4 [out, in / group_size].
         second_scale: `weight_scale_2` (w4a8_awq): of the float8 numbers that q * s are rounded to.
         input_scale: scale of the activation per tensor (fp8, int8_sq, w4a8_awq).
         pre_quant_scale: float32 [in], multiplies the input.
@@ -196,7 +198,7 @@ class QuantizedLinear:
         match self.format:
             case "float":
                 return np.asarray(self.codes, np.float32)
-            case "fp8":
+            case "fp8" | "fp8_rowwise":
                 return decode_e4m3(self.codes)
             case "int8_sq" | "int8_wo":
                 return self.codes.astype(np.float32)
@@ -217,7 +219,7 @@ class QuantizedLinear:
             return np.ones((1, 1), np.float32)
         if self.format == "fp8" and self.scale.size == 1:
             return self.scale.reshape(1, 1)
-        if self.format in INT8 and self.scale.shape == (out_features,):
+        if self.format in INT8 | {"fp8_rowwise"} and self.scale.shape == (out_features,):
             return self.scale[:, None]
         if self.format in PACKED and self.scale.ndim == 2 and self.scale.shape[0] == out_features:  # noqa: PLR2004
             groups = self.scale.shape[1]
@@ -246,13 +248,17 @@ class QuantizedLinear:
 
         Rounding moves a value by half of it at most.
         """
-        if self.format == "fp8":
+        if self.format in FP8:
             return _look_up(_E4M3_SPACING, _E4M3_SPACING_PAIRS, self.codes) * self.expanded_scale()
         return self.expanded_scale()
 
     def quantized_input(self, x: FloatArray) -> FloatArray:
         """x_hat, float32 [n, in]: the input as the layer's kernel sees it."""
         scaled = x if self.pre_quant_scale is None else x * self.pre_quant_scale
+        if self.format == "fp8_rowwise":
+            largest = np.abs(scaled).max(axis=1, keepdims=True)
+            scale = np.where(largest > 0, largest, np.float32(E4M3_MAX)) / np.float32(E4M3_MAX)
+            return round_to_e4m3(scaled / scale) * scale
         if self.input_scale is None:
             return scaled
         a = np.float32(self.input_scale)

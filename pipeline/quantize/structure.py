@@ -107,6 +107,7 @@ def _quantized_tensors(
     per_format: Mapping[LinearFormat, dict[str, Expected]] = {
         "float": {},
         "fp8": {"weight": Expected(dtypes=("F8_E4M3",), shape=shape), "weight_scale": scalar, "input_scale": scalar},
+        "fp8_rowwise": {**per_row, "weight": Expected(dtypes=("F8_E4M3",), shape=shape)},
         "int8_sq": {**per_row, "input_scale": scalar, "pre_quant_scale": smoothing},
         "int8_wo": per_row,
         "int4_awq": {**grouped, "pre_quant_scale": smoothing},

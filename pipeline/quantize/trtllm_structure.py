@@ -170,8 +170,8 @@ def _linear_tensors(stored: _Stored, reader: TensorRTLLMReader, plain: str) -> d
                 tensors["weight"] = of("I8", shape=(rows // 2, columns))
                 tensors["weights_scaling_factor"] = of("F32", shape=(rows, groups))
                 tensors["prequant_scaling_factor"] = smoothing
-            case "int8_wo" | "int4_wo":
-                pass  # 16-bit weights, which trtllm-build rounds
+            case "int8_wo" | "int4_wo" | "fp8_rowwise":
+                pass  # 16-bit weights, which trtllm-build rounds; fp8_rowwise is not written in this layout
         if stored.format == "w4a8_awq":
             tensors["weights_scaling_factor_2"] = scalar
         if stored.format in _STATIC_ACTIVATIONS:

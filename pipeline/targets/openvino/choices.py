@@ -228,6 +228,8 @@ def kv_block_bytes(model: ModelFacts, precision: str) -> int:
 _DEVIATIONS: dict[str, str] = {
     "bf16": "bf16: the same 16-bit weights as on a GPU; a CPU without bf16 hardware computes in float32.",
     "fp16": "fp16: the same 16-bit weights as on a GPU; the CPU computes in bf16 or float32.",
+    "fp8_rowwise": "fp8_rowwise: the checkpoint's E4M3 values and scales; activations are not quantized per token: "
+    "CPUs have no fp8 product.",
     "fp8": "fp8: the checkpoint's E4M3 values and scales; activations are not quantized, as CPUs have no fp8 product.",
     "int8_sq": "int8_sq: the checkpoint's int8 values and scales, smoothing included; activations are "
     "{them}, and not by the calibrated per-tensor scale of a GPU.",

@@ -32,7 +32,14 @@ TOKENIZER_FILES = (
 )
 PACKAGES = ("openvino", "openvino-genai", "optimum-intel", "transformers", "torch")
 # Element type in the graph of each format's weights.
-_CODE_OF: Mapping[Format, str] = {"fp8": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
+_CODE_OF: Mapping[Format, str] = {
+    "fp8": "f8e4m3",
+    "fp8_rowwise": "f8e4m3",
+    "int8_sq": "i8",
+    "int8_wo": "i8",
+    "int4_awq": "i4",
+    "int4_wo": "i4",
+}
 
 
 def compile_engine(quantized: QuantizedCheckpoint, engine: EngineConfig, *, out: Path, progress: Progress) -> None:

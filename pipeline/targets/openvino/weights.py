@@ -210,7 +210,7 @@ def _scales(layer: str, code: Code, shape: tuple[int, int], scale: torch.Tensor)
     values = scale.float()
     if code == "f8e4m3" and values.numel() == 1:
         return values.reshape(1, 1).numpy()
-    if code == "i8" and values.numel() == rows:
+    if code in ("i8", "f8e4m3") and values.numel() == rows:
         return values.reshape(rows, 1).numpy()
     if code in INT4 and values.dim() == 2 and values.shape[0] == rows and columns % values.shape[1] == 0:  # noqa: PLR2004
         return values.numpy()

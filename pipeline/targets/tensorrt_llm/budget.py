@@ -52,6 +52,7 @@ class _Layout:
 # scales of the whole tensor, a few bytes, are left out. 16-bit formats have no row.
 _LAYOUTS: Final = {
     "fp8": _Layout(bits=8),
+    "fp8_rowwise": _Layout(bits=8, row_bytes=4),
     "int8_sq": _Layout(bits=8, row_bytes=4, column_bytes=2),
     "int8_wo": _Layout(bits=8, row_bytes=2),
     "int4_wo": _Layout(bits=4, row_bytes=2),

@@ -14,6 +14,7 @@ QUANT_ALGO: Final[Mapping[Format, str | None]] = {
     "bf16": None,
     "fp16": None,
     "fp8": "FP8",
+    "fp8_rowwise": "FP8_PER_CHANNEL_PER_TOKEN",
     "int8_sq": "W8A8_SQ_PER_CHANNEL",
     "int4_awq": "W4A16_AWQ",
     "w4a8_awq": "W4A8_AWQ",
