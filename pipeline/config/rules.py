@@ -16,6 +16,8 @@ from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Severity
 
 UNQUANTIZED: tuple[Format, ...] = ("bf16", "fp16")
+# AWQ folds scales into the norm that the router reads too, and SmoothQuant weighs inputs that an expert may never see.
+FORMATS_OF_EXPERTS: tuple[Format, ...] = ("fp8", "int8_wo")
 # Bits of one weight's code, as ModelOpt counts them: scales are not part of it.
 CODE_BITS: Mapping[Format, int] = {
     "bf16": 16,
@@ -74,12 +76,17 @@ def covers(globs: Iterable[str], name: str) -> bool:
     return any(fnmatchcase(ancestor, glob) for glob in globs for ancestor in ancestors)
 
 
+def is_router(name: str) -> bool:
+    """Whether a linear layer chooses experts: tiny, and a changed choice is a changed model; none is ever quantized."""
+    return name.endswith((".mlp.gate", ".block_sparse_moe.gate", ".shared_expert_gate"))
+
+
 def layer_format(quantization: QuantizationConfig, name: str) -> Format | None:
     """The format of a linear layer, None for 16 bit: excludes first, then the last override, then the format.
 
     With format auto, that is auto for the layers that the search decides.
     """
-    if covers(quantization.exclude, name):
+    if covers(quantization.exclude, name) or is_router(name):
         return None
     matching = [override.format for override in quantization.overrides if covers((override.layers,), name)]
     chosen = matching[-1] if matching else quantization.format

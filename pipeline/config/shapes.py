@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from pipeline.config.rules import AWQ, UNQUANTIZED, covers, formats_of, is_grouped, layer_format
+from pipeline.config.rules import AWQ, FORMATS_OF_EXPERTS, UNQUANTIZED, covers, formats_of, is_grouped, layer_format
 from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Problem, Severity
 
@@ -202,8 +202,14 @@ def _heads_and_experts(
             message = f"lm_head is not excluded, and {reason}."
             yield _error("quantization.exclude", message, "Add lm_head to the list.")
     experts = [name for name in quantized if ".experts." in name]
-    if experts:
-        message = f"{len(experts)} expert layers: quantizing mixtures of experts is not supported"
+    taken = formats_of(config.quantization, experts) if experts else ()
+    refused = ", ".join(form for form in taken if form not in FORMATS_OF_EXPERTS)
+    if refused:
+        message = f"{len(experts)} expert layers: {refused} of mixtures of experts is not supported"
+        hint = f"Set format: {' or '.join(FORMATS_OF_EXPERTS)}, or exclude '*.experts.*'."
+        yield _error("quantization.format", f"{message}.", hint)
+    elif experts and config.engine.target == "openvino":
+        message = f"{len(experts)} expert layers: the openvino target does not compile quantized mixtures of experts"
         yield _error("quantization.format", f"{message}.", "Set format: bf16, or exclude '*.experts.*'.")
 
 
