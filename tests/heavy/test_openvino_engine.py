@@ -25,7 +25,7 @@ from tests.support.making import make_quantized
 
 pytestmark = pytest.mark.heavy
 
-FORMATS = ("bf16", "fp8", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "mixed")
+FORMATS = ("bf16", "fp8", "fp8_rowwise", "int8_sq", "int8_wo", "int4_awq", "int4_wo", "mixed")
 QUANTIZED = FORMATS[1:]
 # A format for each kind of layer, and two layers at 16 bit.
 MIXED = {
@@ -39,7 +39,7 @@ MIXED = {
         {"layers": "model.layers.1.self_attn.o_proj", "format": "bf16"},
     ),
 }
-CODES = {"fp8": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
+CODES = {"fp8": "f8e4m3", "fp8_rowwise": "f8e4m3", "int8_sq": "i8", "int8_wo": "i8", "int4_awq": "i4", "int4_wo": "i4"}
 Fixture = Callable[[str], Any]
 
 
@@ -111,7 +111,7 @@ def modelopt_codes(checkpoint: Path, layer: str, name: str) -> np.ndarray:
         weight = opened.get_tensor(f"{layer}.weight")
     if CODES[name] == "i8":
         return weight.numpy()
-    if name == "fp8":
+    if CODES[name] == "f8e4m3":
         return weight.view(torch.uint8).numpy()
     packed = weight.numpy()
     codes = np.empty((2 * packed.shape[0], packed.shape[1]), np.int8)

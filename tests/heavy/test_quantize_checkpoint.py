@@ -29,6 +29,7 @@ CALIBRATION = CalibrationConfig(num_samples=4, max_seq_len=64, batch_size=2)
 # Against the exported tensors decoded here: float32 sums, and for activations rare rounding ties.
 LIMITS = {
     "fp8": 1e-3,
+    "fp8_rowwise": 1e-3,
     "int8_sq": 1e-3,
     "int8_wo": 1e-5,
     "int4_awq": 1e-5,
@@ -111,6 +112,10 @@ def _decoded_output(checkpoint: Checkpoint, source_weights: Tensors, layer: str)
             step = checkpoint.weights[f"{layer}.input_scale"]
             fed = (fed / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step
             weight = codes.float() * scale
+        case "fp8_rowwise":
+            step = fed.abs().amax(dim=1, keepdim=True) / 448
+            fed = (fed / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step
+            weight = codes.float() * scale[:, None]
         case "int8_sq":
             step = checkpoint.weights[f"{layer}.input_scale"]
             fed = (fed / step).round().clamp(-128, 127) * step
@@ -142,7 +147,8 @@ def test_the_exported_tensors_compute_the_recorded_outputs(
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("fp8", 0.06), ("int8_sq", 0.04), ("int8_wo", 0.02), ("int4_awq", 0.2), ("int4_wo", 0.2)]
+    ("name", "limit"),
+    [("fp8", 0.06), ("fp8_rowwise", 0.06), ("int8_sq", 0.04), ("int8_wo", 0.02), ("int4_awq", 0.2), ("int4_wo", 0.2)],
 )
 def test_a_recorded_output_is_close_to_the_source_layer(
     name: str, limit: float, checkpoints: dict[str, Checkpoint], source: Path

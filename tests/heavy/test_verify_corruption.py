@@ -86,6 +86,8 @@ CASES: list[Any] = [
     ("int8_sq", Q, edited(f"{Q}.input_scale", lambda s: s * 4), "input_scale times 0.25 repairs"),
     ("fp8", Q, edited(f"{Q}.input_scale", lambda s: s / 64), "input_scale times"),
     ("int4_awq", Q, edited(f"{Q}.weight", lambda w: (w << 4) | (w >> 4)), "swapped nibble order"),
+    ("fp8_rowwise", Q, edited(f"{Q}.weight_scale", at((7,), 1e-3)), "weight_scale"),
+    ("fp8_rowwise", Q, edited(f"{Q}.weight", swap_two_rows), "permuted rows: row 40 of the file is row 3"),
     ("fp8", Q, edited(f"{Q}.weight", transpose_square), "transposed block: rows 16 to 31, columns 32 to 47"),
     ("int8_sq", Q, edited(f"{Q}.weight", transpose_square), "transposed block: rows 16 to 31, columns 32 to 47"),
     ("int4_awq", Q, edited(f"{Q}.weight", transpose_square), "transposed block"),

@@ -24,7 +24,7 @@ from tests.support.quantized import held_text, tiny_quantized, tiny_source
 pytestmark = pytest.mark.heavy
 
 BOTH_LAYOUTS: tuple[Format, ...] = ("bf16", "fp16", "fp8", "int8_sq", "int4_awq", "w4a8_awq")
-FORMATS: tuple[Format, ...] = (*BOTH_LAYOUTS, "int8_wo", "int4_wo")
+FORMATS: tuple[Format, ...] = (*BOTH_LAYOUTS, "int8_wo", "int4_wo", "fp8_rowwise")
 QUANTIZED: tuple[Format, ...] = FORMATS[2:]
 
 

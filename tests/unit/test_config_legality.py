@@ -89,7 +89,7 @@ def test_every_gpu_of_the_schema_has_facts_with_a_source() -> None:
 
 
 def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> None:
-    """24 on the CPU and 120 per GPU target: each is allowed by a row, or refused by one with its own reason."""
+    """27 on the CPU and 135 per GPU target: each is allowed by a row, or refused by one with its own reason."""
     verdicts: dict[tuple[object, ...], bool] = {}
     formats, caches = get_args(LayerFormat), KEYS["quantization.kv_cache"].choices
     places: list[dict[str, object]] = [{"target": "openvino"}]
@@ -100,16 +100,22 @@ def test_the_table_decides_every_combination_of_format_kv_cache_and_gpu() -> Non
         found = judge(None, quantization=quantization, engine={**place, **NO_PAGING})
         assert not any("is not known to work" in problem for problem in found), (form, cache, place)
         verdicts[form, cache, place["target"], place.get("gpu", "cpu")] = not found
-    assert len(verdicts) == 384
+    assert len(verdicts) == 432
 
     def legal(target: str) -> list[int]:
         return [sum(verdicts[key] for key in verdicts if key[2:] == (target, name)) for name in gpus()]
 
-    assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 14  # seven formats x auto and int8
+    assert sum(legal for key, legal in verdicts.items() if key[3] == "cpu") == 16  # eight formats x auto and int8
     assert list(gpus()) == ["H100", "H200", "A100", "L40S", "L4"]
-    assert legal("tensorrt_llm") == [24, 24, 12, 24, 24]  # all; on SM 80 six formats without FP8 x auto and int8
-    assert legal("tensorrt_llm_llmapi") == [8, 8, 3, 8, 8]  # five x auto, three x fp8; on SM 80 three x auto
-    assert legal("vllm") == [7, 7, 5, 7, 7]  # six x auto, fp8 with fp8; on SM 80 five x auto
+    assert legal("tensorrt_llm") == [
+        24,
+        24,
+        12,
+        24,
+        24,
+    ]  # all but fp8_rowwise; on SM 80 six formats without FP8 x auto and int8
+    assert legal("tensorrt_llm_llmapi") == [10, 10, 3, 8, 8]  # six x auto, four x fp8; no fp8_rowwise before Hopper
+    assert legal("vllm") == [9, 9, 5, 9, 9]  # seven x auto, both FP8 with fp8; on SM 80 five x auto
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def test_a_foreign_key_is_answered_with_ours(section: str, name: str, expected: 
         ("quantization.format", "gptq", "name it in source and leave the format out", "Valid: bf16"),
         ("quantization.format", "int4_gptq", "name it in source and leave the format out", "Valid: bf16"),
         ("quantization.format", "AutoAWQ", "names a tool, not a format", "Valid: bf16"),
+        ("quantization.format", "fp8_per_channel_per_token", "", "Here it is 'fp8_rowwise'"),
+        ("quantization.format", "fp8_block_scales", "passed on to tensorrt_llm_llmapi and vllm", "Valid: bf16"),
         ("quantization.format", "hqq", "no target here serves it", "Valid: bf16"),
         ("quantization.format", "w4a8", "", "Here it is 'w4a8_awq' (INT4 weights with FP8 activations)."),
         ("engine.toolchain", "1.3.0rc7", "have no trtllm-build", "Valid: 1.2.1, 1.0.0."),

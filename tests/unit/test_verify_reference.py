@@ -100,6 +100,23 @@ def test_fp8_layer() -> None:
     np.testing.assert_allclose(layer.forward(f32([[0.27, 200.0]])), [[0.5 * 0.28125 - 1.5 * 112 + 10]])
 
 
+def test_fp8_rowwise_layer() -> None:
+    """By hand: a scale per output, and each row of the input scaled by its own largest value; a row of zeros stays."""
+    layer = QuantizedLinear(
+        format="fp8_rowwise",
+        codes=np.array([[0x38, 0x40], [0xB8, 0x30]], np.uint8),  # [[1, 2], [-1, 0.5]]
+        scale=np.array([0.5, 2.0], np.float32),
+    )
+    assert layer.weight.tolist() == [[0.5, 1.0], [-2.0, 1.0]]
+    x = np.array([[448.0, 1.03], [4.48, 0.0103], [0.0, 0.0]], np.float32)
+    rounded = layer.quantized_input(x)
+    assert rounded[0].tolist() == [448.0, 1.0]
+    np.testing.assert_allclose(rounded[1], [4.48, 0.01], rtol=1e-6)
+    assert not rounded[2].any()
+    np.testing.assert_allclose(layer.forward(x)[0], [225.0, -895.0])
+    np.testing.assert_array_equal(layer.step(), [[0.0625, 0.125], [0.25, 0.125]])
+
+
 def test_int8_smoothquant_layer() -> None:
     """W = codes * s per row; x p / a is rounded half to even and clamped to -128..127."""
     layer = QuantizedLinear(
