@@ -157,7 +157,7 @@ def test_every_problem_is_reported_at_once_with_its_line() -> None:
         f"x.yaml:1 nmae: unknown key 'nmae'. Did you mean 'name'? {valid}",
         (
             "x.yaml:5 quantization.format: 'fp88' is not a format. Did you mean 'fp8'? "
-            "Valid: bf16, fp16, fp8, int8_sq, int4_awq, w4a8_awq, int8_wo, int4_wo, auto."
+            "Valid: bf16, fp16, fp8, fp8_rowwise, int8_sq, int4_awq, w4a8_awq, int8_wo, int4_wo, auto."
         ),
         "x.yaml:6 quantization.group_size: 100 is not a group size. The nearest is 128. Valid: 32, 64, 128.",
         (

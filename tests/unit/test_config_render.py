@@ -196,8 +196,13 @@ def test_the_schema_wants_name_and_source_unless_the_file_extends_another() -> N
 def test_a_first_config_loads_without_warnings(
     tmp_path: Path, target: str, format_: str, source: str, key: str
 ) -> None:
-    """Every combination that `config init` offers gives a file that loads."""
+    """Every combination that `config init` offers gives a file that loads, or is refused for what it asks for."""
     path = tmp_path / "x.yaml"
+    if (format_, target) == ("auto", "vllm"):
+        path.write_text(init_template("my-model", source, format_, target))
+        with pytest.raises(ConfigError, match="a choice for each layer is not written for vLLM"):
+            load(path)
+        return
     path.write_text(init_template("my-model", source, format_, target))
     loaded = load(path)
     assert loaded.warnings == ()
