@@ -48,6 +48,11 @@ def explain(log: Path, as_json: bool) -> None:
 @click.option("--target", "targets", multiple=True, help="tensorrt_llm or tensorrt_llm_llmapi.")
 @click.option("--toolchain", "toolchains", multiple=True, help="TensorRT-LLM version or image tag.")
 @click.option("--driver", help="Installed driver; images that need a newer branch are left out.")
+@click.option(
+    "--sources",
+    is_flag=True,
+    help="What becomes of every format and every checkpoint made elsewhere on every target (one --gpu; default H100).",
+)
 @click.option("--all", "everything", is_flag=True, help="Also what is refused, and why.")
 @options.json_option
 def matrix(
@@ -57,6 +62,7 @@ def matrix(
     targets: tuple[str, ...],
     toolchains: tuple[str, ...],
     driver: str | None,
+    sources: bool,
     everything: bool,
     as_json: bool,
 ) -> None:
@@ -65,7 +71,11 @@ def matrix(
     \b
     trtpipe matrix Llama --gpu A100
     trtpipe matrix Qwen --format fp8 --driver 575.57.08 --all
+    trtpipe matrix --sources
     """
+    if sources:
+        _sources(formats, gpus, targets, as_json=as_json)
+        return
     from pipeline.targets.tensorrt_llm.matrix import HEADER, Filters, rows
 
     found = rows(
@@ -81,5 +91,24 @@ def matrix(
     )
     if as_json:
         output.emit_json([asdict(row) for row in found])
+    else:
+        click.echo(output.table(HEADER, [row.cells() for row in found]))
+
+
+def _sources(formats: tuple[str, ...], gpus: tuple[str, ...], targets: tuple[str, ...], *, as_json: bool) -> None:
+    from pipeline.config.legality import gpus as known
+    from pipeline.coverage import HEADER, rows
+    from pipeline.errors import ConfigError
+
+    gpu = gpus[0] if gpus else "H100"
+    if len(gpus) > 1 or gpu not in known():
+        raise ConfigError("--sources judges one GPU", hint=f"Known: {', '.join(known())}.")
+    found = [
+        row
+        for row in rows(gpu)  # type: ignore[arg-type]
+        if (not formats or row.format in formats) and (not targets or row.target in targets)
+    ]
+    if as_json:
+        output.emit_json([row.document() for row in found])
     else:
         click.echo(output.table(HEADER, [row.cells() for row in found]))

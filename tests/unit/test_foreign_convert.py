@@ -44,6 +44,11 @@ CONVERTED = [
     (_packed_config(4), foreign.packed("a", _int(4, 128)), ("int4_wo", 128)),
     (_packed_config(8, "channel"), foreign.packed("a", _int(8, COLUMNS)), ("int8_wo", None)),
     (FP8, {"a.weight": CODES, "a.weight_scale": ONE, "a.input_scale": ONE}, ("fp8", None)),
+    (
+        {"quant_method": "fp8"},
+        {"a.weight": CODES, "a.weight_scale": np.full((ROWS, 1), 0.5, np.float32)},
+        ("fp8_rowwise", None),
+    ),
 ]
 
 

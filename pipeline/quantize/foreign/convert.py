@@ -4,6 +4,7 @@
                                                              sorted by group after act-order; ModelOpt's int4_awq
     symmetric int8, one scale per output                     int8_wo; with static activations int8_sq, p = 1
     FP8, one scale per weight, static activations            fp8
+    FP8, one scale per output, activations scaled per token  fp8_rowwise
 
 Anything else is refused by name. Codes and scales are copied (16-bit scales widened to float32, which is exact), so
 the converted layer is the same function of its input.
@@ -44,6 +45,7 @@ _ALGORITHM: Mapping[Format, str] = {
     "int8_wo": "W8A16",
     "int8_sq": "W8A8_SQ_PER_CHANNEL",
     "fp8": "FP8",
+    "fp8_rowwise": "FP8_PER_CHANNEL_PER_TOKEN",
 }
 _NOT_ROUNDED = (
     "its activations are made to be rounded to int8 per token at run time; here they are not rounded to the "
@@ -85,9 +87,9 @@ def identify(directory: Path) -> Made:
     reader = read_foreign(directory)
     module = reader.quantized_modules()[0]
     layer = reader.foreign_linear(module)
-    obstacle = _obstacle(layer)
-    if obstacle:
-        raise _cannot(reader, [Problem(where=module, message=obstacle)])
+    found = obstacle(layer)
+    if found:
+        raise _cannot(reader, [Problem(where=module, message=found)])
     format_, group_size = _format_of(layer)
     rounded_at_run_time = layer.element == "int8" and layer.dynamic_activations and layer.input_scale is None
     return Made(
@@ -100,14 +102,19 @@ def identify(directory: Path) -> Made:
     )
 
 
-def _obstacle(layer: ForeignLinear) -> str:
+def obstacle(layer: ForeignLinear) -> str:
     """Why no format holds a layer exactly; empty where one does."""
     if not layer.symmetric and layer.element != "int4":
         return f"has zero points (asymmetric {layer.element}); only int4 weights have them here."
     if layer.element == "e4m3":
+        whole, per_output = layer.scales.size == 1, layer.scales.shape == (layer.shape[0], 1)
+        static = layer.input_scale is not None
         found = {
-            "is FP8 with a scale per block or channel; fp8 has one scale per weight.": layer.scales.size != 1,
-            "is FP8 with activations scaled at run time; fp8 has a static input scale.": layer.input_scale is None,
+            "is FP8 with a scale per block; fp8 has one per weight, fp8_rowwise one per output.": not (
+                whole or per_output
+            ),
+            "is FP8 with activations scaled at run time; fp8 has a static input scale.": whole and not static,
+            "is FP8 per output with static activations; fp8_rowwise scales them per token.": not whole and static,
         }
     else:
         int4 = layer.element == "int4"
@@ -127,7 +134,7 @@ def _obstacle(layer: ForeignLinear) -> str:
 def _format_of(layer: ForeignLinear) -> tuple[Format, int | None]:
     """The format that holds a layer without an obstacle exactly, and its group size."""
     if layer.element == "e4m3":
-        return "fp8", None
+        return ("fp8" if layer.scales.size == 1 else "fp8_rowwise"), None
     if layer.element == "int4":
         return ("int4_awq" if layer.smoothed else "int4_wo"), layer.group_size
     return ("int8_wo" if layer.input_scale is None else "int8_sq"), None
@@ -190,7 +197,7 @@ def _tensors(reader: ForeignReader, made: Made, advance: Any) -> Iterator[tuple[
             yield name, values.to(dtype) if info.dtype in {"F32", "F16", "BF16"} else values
             continue
         layer = reader.foreign_linear(module)
-        problem = _obstacle(layer)
+        problem = obstacle(layer)
         if not problem and _format_of(layer) != (made.format, made.group_size):
             problem = f"is {_format_of(layer)}, another layer is {(made.format, made.group_size)}; all must be alike."
         if problem:
@@ -206,8 +213,10 @@ def _unified(layer: ForeignLinear, format_: Format, dtype: torch.dtype) -> dict[
     import torch
 
     scale = torch.from_numpy(np.ascontiguousarray(layer.scales))
-    if format_ == "fp8":
+    if format_ in ("fp8", "fp8_rowwise"):
         codes = torch.from_numpy(np.array(layer.codes)).view(torch.float8_e4m3fn)
+        if format_ == "fp8_rowwise":
+            return {"weight": codes, "weight_scale": scale.reshape(-1)}
         return {"weight": codes, "weight_scale": scale.reshape(()), "input_scale": torch.tensor(layer.input_scale)}
     smoothing = {}
     if layer.pre_quant_scale is not None:
