@@ -72,11 +72,11 @@ def theirs(asked: argparse.Namespace, text: Path, out: Path) -> tuple[float, flo
 def ours(asked: argparse.Namespace, text: Path, out: Path) -> tuple[float, float]:
     """Calibrate and quantize, as a build does; returns when the imports were done and when all was."""
     import transformers  # noqa: F401 - imported here, so that it is not counted below
-    from pipeline.quantize.calibrate import calibrate
 
     from pipeline.config.schema import CalibrationConfig, QuantizationConfig
     from pipeline.core.artifacts import Calibration, SourceCheckpoint
     from pipeline.core.progress import Silent
+    from pipeline.quantize.calibrate import calibrate
     from pipeline.quantize.formats import WantedCheckpoint
     from pipeline.quantize.quantize import plan_formats, quantize
 

@@ -8,6 +8,7 @@ model's. One layer is in memory at a time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import Problem, ToolError
 from pipeline.quantize import calibration as text
-from pipeline.quantize import modelopt, probes
+from pipeline.quantize import experts, modelopt, probes
 from pipeline.quantize.export import write_json
 from pipeline.quantize.formats import algorithm, observes, quantizer_config, traits
 from pipeline.quantize.layered import LayeredModel
@@ -84,10 +85,16 @@ def calibrate(
         work.run()
     join([kept.path(f"state-{name}") for name in work.parts], out / "state.safetensors")
     join([kept.path(f"inputs-{name}") for name in work.parts], out / "inputs.safetensors")
+    seen: dict[str, int] = {}
+    for name in work.parts:
+        seen |= json.loads((kept.notes(f"state-{name}") or {}).get("tokens", "{}"))
     if resume is None:
         discard(kept.directory)
     write_json(out / "formats.json", dict(formats))
-    write_json(out / "calibration.json", rows.record)
+    covered = experts.coverage(seen) if observed else {}
+    for words in experts.coverage_warnings(covered):
+        progress.note(f"warning: {words}")
+    write_json(out / "calibration.json", {**rows.record, **({"experts": covered} if covered else {})})
 
 
 def _draw(source: Path, calibration: CalibrationConfig, progress: Progress, *, observed: bool) -> text.TokenRows:
@@ -167,20 +174,25 @@ class _Work:
 
     def _layer(self, index: int, formats: Mapping[str, Format], *, part: str, head: bool = False) -> list[torch.Tensor]:
         """Calibrate one layer (or the head behind it), keep what was found and return what leaves it."""
-        watch = _Watch(self.model, index, self.hidden, formats, head=head)
+        watch = _Watch(self.model, index, self.hidden, formats, head=head, note=self.progress.note)
         state: Tensors = {}
         for form, kv_ranges in self._passes(formats, kv_ranges=self.kv_ranges and not head):
             chosen = {name: given for name, given in formats.items() if given == form}
             live = self.model.one_layer(index, head=head)
             config = quantizer_config(self.quantization, chosen, kv_scales=kv_ranges)
             how = "max" if form is None else algorithm(form, self.quantization)
+            watch.averages = form in AWQ
             modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
             state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)
         if not watch.left:
             watch.feed(self.model.one_layer(index, head=head))
+        ranged = [name for name, form in formats.items() if traits(form, export="hf").static_activations]
+        watch.widest |= experts.lend_missing(watch.widest, ranged, widest=True)
+        watch.rows |= experts.lend_missing(watch.rows, formats, widest=False)
         state |= {f"{name}.input_amax": amax for name, amax in watch.widest.items()}
         _check_observed(state, formats, expects_kv=self.kv_ranges and not head)
-        self.kept.write(f"state-{part}", dict(sorted(state.items())))
+        tokens = {name: watch.tokens.get(name, 0) for name in formats}
+        self.kept.write(f"state-{part}", dict(sorted(state.items())), {"tokens": json.dumps(tokens)})
         self.kept.write(f"inputs-{part}", {f"{name}.input": rows for name, rows in sorted(watch.rows.items())})
         return watch.left
 
@@ -214,21 +226,45 @@ class _Watch:
         formats: Mapping[str, Format],
         *,
         head: bool,
+        note: Callable[[str], None],
     ) -> None:
+        self.averages = False
         self.left: list[torch.Tensor] = []
         self.rows: Tensors = {}
         self.widest: Tensors = {}
+        self.tokens: dict[str, int] = {}
         self._model, self._index, self._entering, self._formats, self._head = model, index, entering, formats, head
+        self._note = note
 
     def feed(self, live: nn.Module) -> None:
         """Run all data through the one-layer model; ModelOpt calls this."""
         if self.left:
             for hidden in self._entering:
-                self._model.run(live, self._index, hidden, head=self._head)
+                self._run(live, hidden)
             return
         with self._observing(live):
             for hidden in self._entering:
-                self.left.append(self._model.run(live, self._index, hidden, head=self._head))
+                self.left.append(self._run(live, hidden))
+
+    def _run(self, live: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Run sequences through the layer; what does not fit into memory goes in halves.
+
+        The widest of two halves is the widest. AWQ averages over passes, so each of its passes goes whole or fails.
+        """
+        import torch
+
+        counted = dict(self.tokens)
+        try:
+            return self._model.run(live, self._index, hidden, head=self._head)
+        except (MemoryError, torch.OutOfMemoryError):
+            self.tokens = counted
+            if self.averages or len(hidden) == 1:
+                raise
+        half = len(hidden) // 2
+        self._note(f"{len(hidden)} sequences do not fit into memory at once: they go through in halves")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return torch.cat([self._run(live, hidden[:half]), self._run(live, hidden[half:])])
 
     @contextmanager
     def _observing(self, live: nn.Module) -> Iterator[None]:
@@ -246,8 +282,12 @@ class _Watch:
 
         def observe(_module: nn.Module, args: Any) -> None:  # noqa: ANN401 - a layer's inputs
             x = args[0].detach()
+            if not x.numel():
+                return  # an expert that no token of the batch was sent to
+            self.tokens[name] = self.tokens.get(name, 0) + x.numel() // x.shape[-1]
             if name not in self.rows:
-                self.rows[name] = probes.choose_rows(x[0]).float().cpu()
+                # The tokens that reach an expert come without the sequences that they are from.
+                self.rows[name] = probes.choose_rows(x[0] if x.ndim > 2 else x).float().cpu()  # noqa: PLR2004
             if ranged:
                 widest = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().cpu()
                 self.widest[name] = torch.maximum(self.widest[name], widest) if name in self.widest else widest

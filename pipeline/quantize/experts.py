@@ -63,7 +63,7 @@ def lend_missing(found: Mapping[str, torch.Tensor], names: Iterable[str], *, wid
             continue
         others = [found[other] for other in siblings(name, names) if other in found]
         if others:
-            lent[name] = torch.stack(others).amax(dim=0) if widest else others[0]
+            lent[name] = torch.stack(others).amax(dim=0) if widest else others[0].clone()
     return lent
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.rules import FORMATS_OF_EXPERTS, UNQUANTIZED
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -218,11 +218,13 @@ def _plan(
 def _check(job: _Job) -> None:
     config = job.model.config
     architecture = (config.architectures or ["unknown"])[0]
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts and job.made:
+    experts = {form for name, form in job.made.items() if ".experts." in name}
+    refused = ", ".join(sorted(experts - set(FORMATS_OF_EXPERTS if job.export == "hf" else ())))
+    if refused:
         raise ConfigError(
-            f"{architecture} has {experts} experts per layer; quantizing mixtures of experts is not supported",
-            hint="Set quantization.format to bf16 or fp16.",
+            f"{architecture} is a mixture of experts, and {refused} of experts is not supported",
+            hint="Exclude '*.experts.*', or set quantization.format to bf16 or fp16"
+            + (f", {' or '.join(FORMATS_OF_EXPERTS)}." if job.export == "hf" else "."),
         )
     outside = [name for name in job.made if not name.startswith(f"{job.model.layers}.") and name != job.model.head]
     if outside:

@@ -9,7 +9,7 @@
 - a static input range is the largest |x| p: of each channel the largest |x| was kept, so it is exact for
   whatever p the layer ends with;
 - in the TensorRT-LLM export, and in w4a8_awq always, layers that read the same tensor share scalar ranges
-  (ModelOpt merges them);
+  (ModelOpt merges them), and so do the weights of an expert's fused layers;
 - where weights are clipped, each group keeps the share of its range that was found best, although its
   weights were rescaled by the shared p (ModelOpt's exporter would forget it);
 - weights are moved onto the quantization grid, by the exporter's own rounding (modelopt.snap_weights).
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.schema import Format
 from pipeline.errors import ConfigError, Problem
 from pipeline.quantize import modelopt
+from pipeline.quantize.experts import fused_pairs
 from pipeline.quantize.formats import traits
 
 if TYPE_CHECKING:
@@ -144,6 +145,9 @@ def settle(
             _set_input_range(model, name, state.input_amax, settled)
     for group in groups:
         _share_scalar_ranges(model, group, formats, export=export)
+    for pair in fused_pairs(formats):
+        enabled = modelopt.weight_quantizers(model)
+        _share([modelopt.stages(enabled[name])[-1] for name in pair if name in enabled])
     modelopt.snap_weights(model)
     return settled
 
@@ -213,8 +217,6 @@ def _set_input_range(model: nn.Module, name: str, channels: torch.Tensor, settle
 
 
 def _share_scalar_ranges(model: nn.Module, group: SharedInput, formats: Mapping[str, Format], *, export: str) -> None:
-    import torch
-
     for form in sorted({formats[name] for name in group.layers if name in formats}):
         made = traits(form, export=export)
         if export != "trtllm" and not (made.grouped and made.static_activations):
@@ -226,9 +228,15 @@ def _share_scalar_ranges(model: nn.Module, group: SharedInput, formats: Mapping[
                 for name in group.layers
                 if formats.get(name) == form and name in enabled
             ]
-            if len(quantizers) > 1 and all(
-                quantizer.amax is not None and quantizer.amax.numel() == 1 for quantizer in quantizers
-            ):
-                widest = torch.stack([quantizer.amax.reshape(()) for quantizer in quantizers]).max()
-                for quantizer in quantizers:
-                    quantizer.amax = widest.reshape(quantizer.amax.shape)
+            if all(quantizer.amax is not None and quantizer.amax.numel() == 1 for quantizer in quantizers):
+                _share(quantizers)
+
+
+def _share(quantizers: Sequence[Any]) -> None:
+    """Give quantizers of as many ranges each (one, or one a row) the widest of theirs."""
+    import torch
+
+    if len(quantizers) > 1:
+        widest = torch.stack([quantizer.amax for quantizer in quantizers]).amax(dim=0)
+        for quantizer in quantizers:
+            quantizer.amax = widest
