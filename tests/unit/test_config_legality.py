@@ -443,3 +443,27 @@ def test_errors_come_before_warnings() -> None:
     """The reader sees first what stops the build."""
     found = check(config(quantization={"format": "fp8", "kv_cache": "fp8", "exclude": ["lm_head", "x"]}), Facts())
     assert [problem.severity for problem in found] == ["error", "warning"]
+
+
+EXPERTS = Facts(
+    architecture="MixtralForCausalLM",
+    linears={f"model.layers.0.block_sparse_moe.experts.{n}.w{p}": (256, 256) for n in range(4) for p in (1, 2, 3)},
+)
+
+
+def test_experts_take_fp8_where_a_runtime_reads_it() -> None:
+    """The LLM API loads ModelOpt's FP8 experts."""
+    assert not [said for said in judge(EXPERTS, engine=LLMAPI, quantization={"format": "fp8"}) if "expert" in said]
+
+
+@pytest.mark.parametrize(
+    ("engine", "form", "expected"),
+    [
+        (LLMAPI, "int4_awq", "12 expert layers: int4_awq of mixtures of experts is not supported. Set format: fp8"),
+        ({}, "int8_wo", "the openvino target does not compile quantized mixtures of experts"),
+    ],
+)
+def test_other_formats_of_experts_are_refused(engine: dict[str, str], form: str, expected: str) -> None:
+    """With the formats that work, or the globs that leave experts out."""
+    found = judge(EXPERTS, engine=engine, quantization={"format": form})
+    assert any(expected in said for said in found), found
