@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig, VerifyConfig
-from pipeline.core.artifacts import Calibration, QuantizedCheckpoint, SourceCheckpoint
+from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.quantize.formats import WantedCheckpoint
 from pipeline.quantize.verify import static_checks
 from tests.support.checkpoints import tiny_llama
+from tests.support.making import make_quantized
 
 BUFFER_BYTES = 4 << 20
 HIDDEN, LAYERS = 1536, 10
@@ -37,25 +38,15 @@ HIDDEN, LAYERS = 1536, 10
 
 def quantized(source: Path, format_: Format, work: Path) -> Path:
     """Quantize `source` to WORK/<format>, or take what lies there."""
-    from pipeline.quantize.calibrate import calibrate
-    from pipeline.quantize.quantize import plan_formats, quantize
-
     out = work / format_
     if not (out / "calibration.json").exists():
-        source_checkpoint = SourceCheckpoint(path=source, digest="source")
-        quantization = QuantizationConfig(format=format_, group_size=64)
-        wanted = WantedCheckpoint(export="hf")
-        found = Calibration(path=work / f"{format_}-calibration", digest="calibration")
-        calibrate(
-            source_checkpoint,
-            quantization,
+        make_quantized(
+            SourceCheckpoint(path=source, digest="source"),
+            QuantizationConfig(format=format_, group_size=64),
             CalibrationConfig(num_samples=4, max_seq_len=64),
-            formats=plan_formats(source_checkpoint, quantization, wanted),
-            kv_ranges=False,
-            out=found.path,
-            progress=Silent(),
+            WantedCheckpoint(export="hf"),
+            out,
         )
-        quantize(source_checkpoint, quantization, found, wanted, out=out, progress=Silent())
     return out
 
 

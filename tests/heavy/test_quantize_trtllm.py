@@ -165,16 +165,3 @@ def test_equal_inputs_give_equal_files(tmp_path: Path) -> None:
     names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
     assert len(names) > 6
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
-
-
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    """Its experts need more than this release does."""
-    from transformers import MixtralConfig
-
-    config = MixtralConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=64, architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        _run(tmp_path, tmp_path / "out", format="fp8")
