@@ -159,6 +159,7 @@ def init_template(name: str, source: str, format: str, target: str) -> str:  # n
         *(_auto_lines(target) if format == "auto" else []),
         "  # kv_cache: int8            # half the KV memory; auto keeps 16 bit",
         "  # exclude: [lm_head, '*.mlp.down_proj']   # modules that stay at 16 bit",
+        "  # overrides: [{layers: '*.mlp.down_proj', format: int8_wo}]   # layers of another format",
         "",
         "calibration:                  # text the quantizer looks at; the best is text like your traffic",
         "  # dataset: calibration.jsonl   # lines with text, prompt or messages; the default is a shipped sample",

@@ -262,6 +262,11 @@ def _auto(config: BuildConfig) -> Iterator[Finding]:
         message = "a choice for each layer is not written for vLLM."
         hint = "Name one format, and layers that stay at 16 bit in exclude; or set engine.target: tensorrt_llm_llmapi."
         yield Finding(keys=("quantization.format", "engine.target"), message=message, hint=hint)
+    if config.engine.target == "tensorrt_llm" and config.engine.pipeline_parallel_size > 1:
+        message = "auto decides layer by layer, and equal layers of all pipeline stages must have one format."
+        hint = "Set pipeline_parallel_size: 1, or write down the choice of one stage as quantization.overrides."
+        keys = ("engine.pipeline_parallel_size", "quantization.format", "engine.target")
+        yield Finding(keys=keys, message=message, hint=hint)
     for name in sorted({name for name in auto.candidates if auto.candidates.count(name) > 1 or name in UNQUANTIZED}):
         message = "16 bit always is a candidate." if name in UNQUANTIZED else f"'{name}' is named twice."
         yield Finding(keys=("quantization.auto.candidates",), message=message, hint=f"Remove {name}.")

@@ -260,16 +260,15 @@ def _split(
 def _stages(
     config: BuildConfig, architecture: ArchitectureFacts, formats: Mapping[str, Format | None]
 ) -> Iterator[Problem]:
-    """Whether equal layers of all pipeline stages have one format: quant_cfg.json is one for all of them.
+    """Whether equal layers of all pipeline stages have one format: one list of names is for all of them.
 
-    It names layers as an engine does, from 0 on in every stage (NVIDIA/TensorRT-LLM tensorrt_llm/quantization/
-    quantize.py looks the names of a rank's own modules up in it).
+    exclude_modules and quant_cfg.json name layers as an engine does, from 0 on in every stage (a rank's own modules are
+    looked up in it: NVIDIA/TensorRT-LLM tensorrt_llm/quantization/quantize.py).
     """
-    stages = config.engine.pipeline_parallel_size
-    mixed = len({form for form in formats.values() if form}) > 1
-    if config.engine.target != "tensorrt_llm" or stages == 1 or not mixed or architecture.num_hidden_layers % stages:
+    stages, layers = config.engine.pipeline_parallel_size, architecture.num_hidden_layers
+    if config.engine.target != "tensorrt_llm" or stages == 1 or layers % stages:
         return
-    size = architecture.num_hidden_layers // stages
+    size = layers // stages
     places: dict[tuple[int, str], set[Format | None]] = {}
     for name, form in formats.items():
         found = re.search(r"\.(\d+)\.", name)
@@ -278,10 +277,11 @@ def _stages(
     unequal = [f"{kind} of layer {index}" for (index, kind), chosen in places.items() if len(chosen) > 1]
     if unequal:
         message = (
-            f"quant_cfg.json counts layers from 0 in each of {stages} pipeline stages, so layers {size} apart must "
-            f"have one format; {unequal[0]} and {len(unequal) - 1} more do not."
+            f"a checkpoint counts layers from 0 in each of {stages} pipeline stages and lists their formats once, so "
+            f"layers {size} apart must have one format; {unequal[0]} and {len(unequal) - 1} more do not."
         )
-        yield _error("quantization.overrides", message, "Override equal layers of every stage, or use one stage.")
+        key = "quantization.overrides" if config.quantization.overrides else "quantization.exclude"
+        yield _error(key, message, "Name equal layers of every stage, or use one stage.")
 
 
 def _groups(

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.config.legality import check
 from pipeline.config.load import load, render
-from pipeline.config.rules import formats_of
-from pipeline.config.schema import BuildConfig
+from pipeline.config.rules import format_label, formats_of
+from pipeline.config.schema import BuildConfig, QuantizationConfig
 from pipeline.errors import ConfigError
 from tests.support.architectures import LLAMA_8B
 
@@ -54,6 +54,22 @@ def test_overrides_are_read_in_order_and_shown_as_they_load(tmp_path: Path) -> N
     shown = tmp_path / "shown.yaml"
     shown.write_text(render(loaded), "utf-8")
     assert load(shown).config == loaded.config
+
+
+def test_a_build_is_called_by_its_formats(tmp_path: Path) -> None:
+    """The main format, and what others are where."""
+    path = tmp_path / "x.yaml"
+    path.write_text(HEADER + "    - {layers: '*.down_proj', format: int8_wo}\n", "utf-8")
+    assert format_label(load(path).config.quantization) == "int4_awq, int8_wo in *.down_proj"
+    assert format_label(load(path, ["quantization.overrides=[]"]).config.quantization) == "int4_awq"
+
+
+def test_formats_that_no_layer_takes_do_not_count() -> None:
+    """With the model's layers at hand, an overridden main format is none of the checkpoint's."""
+    listed = ({"layers": "*.mlp", "format": "fp8"}, {"layers": "*.self_attn", "format": "fp8"})
+    quantization = QuantizationConfig.model_validate({"format": "int4_awq", "overrides": listed})
+    assert formats_of(quantization) == ("int4_awq", "fp8")
+    assert formats_of(quantization, LLAMA_8B.linears) == ("fp8",)
 
 
 def test_overrides_can_be_set_from_outside(tmp_path: Path) -> None:

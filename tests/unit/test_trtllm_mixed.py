@@ -78,12 +78,14 @@ def test_the_llm_api_reads_mixtures_of_its_formats() -> None:
 
 
 def test_pipeline_stages_must_have_equal_layers() -> None:
-    """One quant_cfg.json names the layers of every stage from 0 on."""
+    """One list names the layers of every stage from 0 on, of formats as of excludes."""
     pipeline = {"pipeline_parallel_size": 2}
     assert errors(build(("*.down_proj", "fp8"), engine=pipeline)) == []
     (found,) = errors(build(("model.layers.0.mlp", "fp8"), engine=pipeline))
     assert "layers 16 apart must have one format; mlp.gate_proj of layer 0 and 2 more do not." in found
     assert errors(build(("model.layers.0.mlp", "fp8"), ("model.layers.16.mlp", "fp8"), engine=pipeline)) == []
+    (excluded,) = errors(build(exclude=("lm_head", "model.layers.0.mlp"), engine=pipeline))
+    assert excluded.startswith("quantization.exclude: ")
 
 
 def test_the_engine_build_is_told_mixed_precision_only_where_layers_differ() -> None:
