@@ -265,7 +265,7 @@ def _auto(config: BuildConfig) -> Iterator[Finding]:
     if config.engine.target == "tensorrt_llm" and config.engine.pipeline_parallel_size > 1:
         message = "auto decides layer by layer, and equal layers of all pipeline stages must have one format."
         hint = "Set pipeline_parallel_size: 1, or write down the choice of one stage as quantization.overrides."
-        keys = ("engine.pipeline_parallel_size", "quantization.format", "engine.target")
+        keys = ("engine.pipeline_parallel_size", "quantization.format")
         yield Finding(keys=keys, message=message, hint=hint)
     for name in sorted({name for name in auto.candidates if auto.candidates.count(name) > 1 or name in UNQUANTIZED}):
         message = "16 bit always is a candidate." if name in UNQUANTIZED else f"'{name}' is named twice."
