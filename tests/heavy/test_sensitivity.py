@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -70,3 +71,29 @@ def test_a_config_of_one_format_has_nothing_to_choose(project: Path) -> None:
     """The error says what to write."""
     refused = trtpipe("sensitivity", "mixed.yaml", "--set", "quantization.format=int8_wo", cwd=project, code=3)
     assert "quantization.format is int8_wo, so nothing is chosen" in refused.stderr
+
+
+def test_a_build_proves_the_mixed_checkpoint_and_the_repository_tells_the_choice(project: Path) -> None:
+    """Every stage, with formats as they were chosen, in the checkpoint and in the report."""
+    document = trtpipe("build", "mixed.yaml", "--json", cwd=project).document
+    recorded = json.loads((project / "build" / "mixed" / "choice.json").read_text())
+    chosen = {layer["name"]: layer["format"] for layer in recorded["formats"]}
+    checkpoint = Path(document["stages"]["quantize"]["path"])
+    assert json.loads((checkpoint / "quantization.json").read_text())["formats"] == chosen
+    assert set(chosen.values()) == {"int4_awq", "int8_wo"}
+    assert document["choice"]["effective_bits"] == recorded["effective_bits"] <= 6
+    assert all(group["reason"] for group in recorded["groups"])
+    trtpipe("check", "build/mixed", cwd=project)
+
+
+def test_a_lower_budget_builds_a_smaller_checkpoint_from_the_same_scores(project: Path) -> None:
+    """Scores are a hit; what was chosen and what follows is made."""
+    sizes = []
+    for bits in ("6", "4.5"):
+        budget = ("--set", f"quantization.auto.effective_bits={bits}")
+        stages = trtpipe("build", "mixed.yaml", "--until", "verify", "--json", *budget, cwd=project).document["stages"]
+        weights = Path(stages["quantize"]["path"]).rglob("hf/*.safetensors")
+        sizes.append(sum(path.stat().st_size for path in weights))
+        assert stages["score"]["hit"]
+    assert not stages["choose"]["hit"]
+    assert sizes[1] < sizes[0]
