@@ -20,6 +20,7 @@ COLOURS: Mapping[Chosen, str] = {
     "bf16": "#64748b",
     "fp16": "#64748b",
     "fp8": "#0d9488",
+    "fp8_rowwise": "#65a30d",
     "int8_sq": "#7c3aed",
     "int8_wo": "#2563eb",
     "int4_awq": "#ea580c",

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.schema import LayerFormat
 from pipeline.errors import ConfigError
 from pipeline.quantize import sensitivities
 from pipeline.quantize.choice import Table, choose_formats, options, reasons
 from pipeline.quantize.sensitivities import Group, Sensitivities
-from pipeline.quantize.sensitivity_chart import html, svg
+from pipeline.quantize.sensitivity_chart import COLOURS, html, svg
 
 pytestmark = pytest.mark.fast
 
@@ -165,6 +166,7 @@ def test_the_chart_draws_one_bar_for_each_group_in_the_colour_of_its_format() ->
     assert len({bar.get("fill") for bar in bars}) == len({option.format for option in choice.taken}) > 1
     assert all(float(bar.get("height", "0")) > 0 for bar in bars)
     assert len(list(root.iter(f"{space}circle"))) == 5
+    assert set(get_args(LayerFormat)) < set(COLOURS)
     page = html(choice, curve, "a <title> & more")
     assert page.startswith("<!doctype html>")
     assert page.count("<rect") == svg(choice, curve, "x").count("<rect")
