@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantize_memory --gigabytes 2.5 --format int4_awq
 
-writes a Llama of random bfloat16 weights shard by shard, runs each stage in a process of its own, as small as it
-gets (few short rows), and prints the most memory that was resident. The working set is one decoder layer and the
-libraries, whatever the size of the model; activations come on top with the text.
+writes a Llama of random bfloat16 weights (the same in every layer), one layer a shard, runs each stage in a process of
+its own with few short rows of text, and prints the most memory that was resident. The working set is one decoder
+layer and the libraries, whatever the size of the model; activations come on top with the text.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def write_model(directory: Path, n_bytes: float) -> int:
     tiny_tokenizer(directory)
     config.save_pretrained(directory)
     square, wide = (HIDDEN, HIDDEN), (INNER, HIDDEN)
-    shapes = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": square for name in "qkvo"}
     shapes |= {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide, "mlp.down_proj.weight": (HIDDEN, INNER)}
+    shapes |= {f"{name}.weight": (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
+    layer = {
+        name: (0.02 * torch.randn(shape) if len(shape) > 1 else torch.ones(shape)).bfloat16()
+        for name, shape in shapes.items()
+    }
     total = 0
     for index in range(layers + 1):
-        tensors = {f"model.layers.{index}.{name}": torch.randn(shape) * 0.02 for name, shape in shapes.items()}
-        tensors |= {
-            f"model.layers.{index}.{name}.weight": torch.ones(HIDDEN)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
+        tensors = {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
         if index == layers:
             table = (VOCABULARY, HIDDEN)
             tensors = {name: torch.randn(table) * 0.02 for name in ("model.embed_tokens.weight", "lm_head.weight")}
@@ -80,7 +81,7 @@ def run(stage: Stage, work: Path, quantization: QuantizationConfig) -> None:
     wanted = WantedCheckpoint(export="hf")
     match stage:
         case "calibrate":
-            text = CalibrationConfig(num_samples=4, max_seq_len=64)
+            text = CalibrationConfig(num_samples=2, max_seq_len=32)
             formats = plan_formats(source, quantization, wanted)
             calibrate(source, quantization, text, formats=formats, kv_ranges=False, out=found.path, progress=Silent())
         case "quantize":

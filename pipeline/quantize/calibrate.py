@@ -178,14 +178,15 @@ class _Work:
         state: Tensors = {}
         for form, kv_ranges in self._passes(formats, kv_ranges=self.kv_ranges and not head):
             chosen = {name: given for name, given in formats.items() if given == form}
-            live = self.model.one_layer(index, head=head)
             config = quantizer_config(self.quantization, chosen, kv_scales=kv_ranges)
             how = "max" if form is None else algorithm(form, self.quantization)
             watch.averages = form in AWQ
-            modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
-            state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)
+            with self.model.borrow(index, head=head) as live:
+                modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
+                state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)
         if not watch.left:
-            watch.feed(self.model.one_layer(index, head=head))
+            with self.model.borrow(index, head=head) as live:
+                watch.feed(live)
         ranged = [name for name, form in formats.items() if traits(form, export="hf").static_activations]
         watch.widest |= experts.lend_missing(watch.widest, ranged, widest=True)
         watch.rows |= experts.lend_missing(watch.rows, formats, widest=False)

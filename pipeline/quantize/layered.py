@@ -9,7 +9,8 @@ Running that layer on the activations that reach it computes what the whole mode
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +162,22 @@ class LayeredModel:
         self._fill(model, dtype, stand_ins=True, head=head)
         model.tie_weights()
         return model.to(self.device).eval()
+
+    @contextmanager
+    def borrow(self, index: int, *, dtype: str = "float32", head: bool = False) -> Iterator[Any]:
+        """`one_layer` for a while; afterwards its weights are gone.
+
+        ModelOpt's quantizers and the model hold one another, so without this the weights of several layers would wait
+        for the garbage collector.
+        """
+        import torch
+
+        model = self.one_layer(index, dtype=dtype, head=head)
+        try:
+            yield model
+        finally:
+            for parameter in model.parameters():
+                parameter.data = torch.empty(0)
 
     def embed(self, batches: Sequence[Sequence[Sequence[int]]]) -> list[torch.Tensor]:
         """What reaches the first decoder layer: float32 [rows, tokens, hidden] for each batch of token ids.

@@ -248,7 +248,8 @@ def _refuse_splits(job: _Job) -> None:
         kind = tuple((name.removeprefix(prefix), job.formats.get(name)) for name in names)
         split = len({form for _name, form in kind}) > 1
         if split and kind not in seen and any(folds(form, export=job.export) for form in job.made.values()):
-            refuse_split(find_shared_inputs(job.model.one_layer(index)), job.made, export=job.export)
+            with job.model.borrow(index) as live:
+                refuse_split(find_shared_inputs(live), job.made, export=job.export)
         seen.add(kind)
 
 
@@ -301,10 +302,10 @@ class _Maker:
             # A norm that is stored as 1 + weight is rounded once, after the sum.
             shifted = job.family is not None and job.family.norm_offset != 0
             dtype = "float32" if self.found is not None or shifted else job.dtype
-            live = job.model.one_layer(position, dtype=dtype, head=head)
-            if mine or kv_scales:
-                settled, recorded = self._settle(live, mine, kv_scales=kv_scales)
-            self._export(live, index)
+            with job.model.borrow(position, dtype=dtype, head=head) as live:
+                if mine or kv_scales:
+                    settled, recorded = self._settle(live, mine, kv_scales=kv_scales)
+                self._export(live, index)
         else:
             self._copy(index)
         notes = {"folded_into": settled.folded_into, "norm_offset": settled.norm_offset}
