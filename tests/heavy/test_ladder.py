@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -155,6 +156,7 @@ def test_tasks_are_answered_by_both_models(project: Path, tmp_path: Path) -> Non
     report = json.loads((Path(document["stages"]["verify"]["path"]) / "report.json").read_text())
     (task,) = report["tasks"]
     assert task["file"] == "task.jsonl"
+    assert task["sha256"] == hashlib.sha256((tmp_path / "task.jsonl").read_bytes()).hexdigest()
     assert len(task["source"]) == 10
     assert task["source"] == task["quantized"]
 
