@@ -232,6 +232,32 @@ def test_a_layer_has_in_a_mixture_what_it_has_alone(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.pre_quant_scale, theirs.pre_quant_scale, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("listed", "more", "cache"),
+    [
+        (ENGINE, {"kv_cache": "fp8"}, "FP8"),  # what the LLM API reads
+        ((("*.down_proj", "int8_wo"),), {"awq": "full"}, None),
+        ((("*.self_attn", "fp8_rowwise"), ("*.down_proj", "bf16")), {"kv_cache": "int8"}, None),
+    ],
+)
+def test_other_mixtures_pass(
+    listed: tuple[tuple[str, Format], ...], more: dict[str, Any], cache: str | None, tmp_path: Path
+) -> None:
+    """With KV scales, with clipped weights beside others, and with layers at 16 bit."""
+    out = tmp_path / "other"
+    make_quantized(
+        tiny_source(),
+        QuantizationConfig(format="int4_awq", group_size=64, overrides=overrides(listed), **more),
+        CalibrationConfig(dataset=tiny_source().path / "text.jsonl", num_samples=8, max_seq_len=64),
+        WantedCheckpoint(export="hf"),
+        out,
+    )
+    made = QuantizedCheckpoint(path=out, digest="sha256:quantized")
+    verify(tiny_source(), made, held_text(), out=tmp_path, progress=Silent())
+    assert report(tmp_path)["passed"]
+    assert read_quantized(out).kv_cache_algorithm == cache
+
+
 def test_overrides_that_leave_one_format_give_its_plain_checkpoint(tmp_path: Path) -> None:
     """Nothing says MIXED_PRECISION where every quantized layer is alike."""
     out = tmp_path / "alike"
