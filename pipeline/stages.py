@@ -5,6 +5,7 @@
     QuantizedCheckpoint ─ verify ─▶ VerificationReport ─ gate? ─▶ QualityVerdict
     QuantizedCheckpoint ─ compile ─▶ Engine ─ emit ─▶ ModelRepository
 
+With format auto, two steps come before calibrate: Sensitivities ◀─ score (whatever the budget), FormatChoice ◀─ choose.
 For the target vllm, `repack` writes weight-only formats in the layout that vLLM reads before `compile` takes them.
 
 `resolve` finds the checkpoint and refuses what cannot work, before anything heavy starts. Every other
