@@ -142,8 +142,8 @@ def _making(model: Shapes, config: BuildConfig) -> Need:
 def _scoring(model: Shapes, config: BuildConfig) -> Need:
     """Memory of `score`: one float32 copy, what the head makes of a batch, and one decoder layer's outputs.
 
-    The loss and its gradient hold ten times the logits (measured as peak memory on a model of 135M parameters). A layer
-    keeps its outputs and what each candidate changes in them; the others are computed again when the gradient gets there.
+    The loss and its gradient hold ten times the logits (measured as peak memory on a model of 135M parameters). A
+    layer keeps its outputs and what each candidate changes in them; the others are computed again for the gradient.
     """
     linear, tables = parameters(model)
     tokens = config.calibration.sequences_per_pass * config.calibration.max_seq_len
