@@ -1,7 +1,7 @@
 """The product in one file: every stage of a build, in order, and what each depends on.
 
     BuildConfig ─ resolve ─▶ SourceCheckpoint ─ sparsify? ─▶ SourceCheckpoint ─ calibrate? ─▶ Calibration
-    SourceCheckpoint, Calibration ─ quantize ─▶ QuantizedCheckpoint
+    SourceCheckpoint, Calibration ─ finetune? ─▶ SourceCheckpoint ─ quantize ─▶ QuantizedCheckpoint
     QuantizedCheckpoint ─ verify ─▶ VerificationReport ─ gate? ─▶ QualityVerdict
     QuantizedCheckpoint ─ compile ─▶ Engine ─ emit ─▶ ModelRepository
 
@@ -106,8 +106,16 @@ def steps(
         weights = "sparsify"
     if build.config.quantization.format == "auto":
         ordered += [_score(build, weights, hasher), _choose(build)]
+    calibrated = needs_text(build.config.quantization, export=_export(build.config))
+    if build.made is None and calibrated:
+        ordered.append(_calibrate(build, weights, hasher))
+    if build.config.finetune.method != "none":
+        ordered.append(_finetune(build, weights, hasher, calibrated=calibrated))
+        weights = "finetune"
     ordered += [
-        *(_make(build, weights, hasher) if build.made is None else [_convert(build, build.made, checkpoint)]),
+        _quantize(build, weights, calibrated=calibrated)
+        if build.made is None
+        else _convert(build, build.made, checkpoint),
         _verify(build, checkpoint, weights, hasher),
         *([_gate(build, choice or {})] if gated else []),
         *([_repack(build)] if _is_repacked(build) else []),
@@ -198,15 +206,6 @@ def _choose(build: Build) -> Step:
     )
 
 
-def _make(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher) -> list[Step]:
-    """What ModelOpt does: find ranges in text where a format has any, then quantize and export for the target."""
-    calibrated = needs_text(build.config.quantization, export=_export(build.config))
-    return [
-        *([_calibrate(build, weights, hasher)] if calibrated else []),
-        _quantize(build, weights, calibrated=calibrated),
-    ]
-
-
 def _calibrate(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher) -> Step:
     """Feed the text to the model, layer by layer; nothing of the target is in the result."""
     config = build.config
@@ -246,6 +245,36 @@ def _calibrate(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher
     )
 
 
+def _finetune(build: Build, weights: str | SourceCheckpoint, hasher: FileHasher, *, calibrated: bool) -> Step:
+    """Train the weights through their rounding, with the ranges that calibration found."""
+    config, settings = build.config, build.config.finetune
+
+    def run(ctx: StepContext) -> None:
+        from pipeline.quantize.finetune import finetune
+        from pipeline.quantize.training.ranges import trained_layers
+
+        calibration = _input(ctx, "calibration", Calibration) if calibrated else None
+        layers = trained_layers(_source(ctx), _decided(ctx, config), calibration, _wanted(config))
+        finetune(_source(ctx), layers, settings, out=ctx.out, resume=ctx.resume, progress=ctx.progress)
+
+    return Step(
+        name="finetune",
+        version=1,
+        output=SourceCheckpoint,
+        params={
+            # How often states are kept changes no byte of the result.
+            "finetune": settings.model_dump(mode="json", exclude={"save_every"})
+            | {"dataset": _file_identity(settings.dataset, hasher)},
+            "export": _export(config),
+            "dtype": _dtype(config),
+            "group_size": _relevant_quantization(config).get("group_size"),
+        },
+        inputs={"source": weights, **_choice(config), **({"calibration": "calibrate"} if calibrated else {})},
+        toolchain=toolchain("accelerate", "nvidia-modelopt", "torch", "transformers", "tokenizers"),
+        run=run,
+    )
+
+
 def _quantize(build: Build, weights: str | SourceCheckpoint, *, calibrated: bool) -> Step:
     """Quantize layer by layer with ModelOpt and write the checkpoint that the target reads."""
     config = build.config
@@ -265,7 +294,7 @@ def _quantize(build: Build, weights: str | SourceCheckpoint, *, calibrated: bool
 
     return Step(
         name="quantize",
-        version=2,
+        version=3,
         output=QuantizedCheckpoint,
         params={
             "export": _export(config),

@@ -96,6 +96,9 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
     if config.sparsity.method != "none":
         message = "zeros are put into 16-bit weights, and this source is quantized already."
         yield Problem(where="sparsity.method", message=message, hint="Name the 16-bit checkpoint it was made from.")
+    if config.finetune.method != "none":
+        message = "training changes 16-bit weights, and this source is quantized already."
+        yield Problem(where="finetune.method", message=message, hint="Name the 16-bit checkpoint it was made from.")
     if config.quality.limited and config.verify.reference is None:
         message = "the quality gate compares with the 16-bit model, and the source is quantized already."
         hint = "Set verify.reference to the 16-bit checkpoint."

@@ -213,6 +213,7 @@ def _facts(config: BuildConfig, form: Format, architecture: ArchitectureFacts | 
         "awq": quantization.awq,
         "dtype": engine.dtype,
         "sparsity": config.sparsity.method,
+        "finetune": config.finetune.method,
         "enable_block_reuse": engine.kv_cache.enable_block_reuse,
         "enable_chunked_context": engine.enable_chunked_context,
         "tensor_parallel_size": engine.tensor_parallel_size,

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from pipeline.config.keys import KEYS, leaves, value_at
-from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
+from pipeline.config.schema import BuildConfig, FinetuneConfig, Format, QuantizationConfig
 from pipeline.errors import Severity
 
 UNQUANTIZED: tuple[Format, ...] = ("bf16", "fp16")
@@ -66,6 +66,7 @@ def check(config: BuildConfig) -> Iterator[Finding]:
     yield from _parallelism(config)
     yield from _calibration(config)
     yield from _quality(config)
+    yield from _finetune(config)
     yield from _without_effect(config)
 
 
@@ -295,6 +296,27 @@ def _budget(config: BuildConfig) -> Iterator[Finding]:
         message = f"{auto.effective_bits:g} bits are less than the {least} of {narrowest}, the narrowest candidate."
         hint = f"Raise it to {least} or more, or add a narrower candidate."
         yield Finding(keys=(budget, candidates), message=message, hint=hint)
+
+
+def _finetune(config: BuildConfig) -> Iterator[Finding]:
+    training, form = config.finetune, config.quantization.format
+    if training.method == "none":
+        for name in FinetuneConfig.model_fields:
+            if getattr(training, name) != KEYS[f"finetune.{name}"].default:
+                message = "has no effect with finetune.method none."
+                hint = "Add method: qad, or remove it."
+                yield Finding(
+                    keys=(f"finetune.{name}", "finetune.method"), message=message, hint=hint, severity="warning"
+                )
+        return
+    if set(formats_of(config.quantization)) <= set(UNQUANTIZED) and config.sparsity.method == "none":
+        message = f"nothing is rounded in format {form} and nothing is sparse, so there is nothing to train."
+        hint = "Pick a format that rounds weights, or set sparsity.method; or remove finetune."
+        yield Finding(keys=("finetune.method", "quantization.format"), message=message, hint=hint)
+    if training.warmup_steps >= training.steps:
+        message = f"{training.warmup_steps} steps of warm-up leave none of {training.steps} to train at the full rate."
+        keys = ("finetune.warmup_steps", "finetune.steps")
+        yield Finding(keys=keys, message=message, hint=f"Lower it, for example to {training.steps // 10}.")
 
 
 def _limits(config: BuildConfig) -> Iterator[Finding]:

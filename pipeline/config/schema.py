@@ -414,6 +414,7 @@ class BuildConfig(Section):
     quantization: QuantizationConfig = Field(default_factory=QuantizationConfig)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
     sparsity: SparsityConfig = Field(default_factory=SparsityConfig)
+    finetune: FinetuneConfig = Field(default_factory=FinetuneConfig)
     verify: VerifyConfig = Field(default_factory=VerifyConfig)
     quality: QualityConfig = Field(default_factory=QualityConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -126,6 +126,9 @@ def _lengths(config: BuildConfig, architecture: ArchitectureFacts) -> Iterator[P
     if config.calibration.max_seq_len > limit:
         message = f"{config.calibration.max_seq_len} tokens are more than the model has positions ({limit})."
         yield _error("calibration.max_seq_len", message, f"Use {limit} or less.")
+    if config.finetune.method != "none" and config.finetune.max_seq_len > limit:
+        message = f"{config.finetune.max_seq_len} tokens are more than the model has positions ({limit})."
+        yield _error("finetune.max_seq_len", message, f"Use {limit} or less.")
     longest = engine.max_seq_len or limit
     if engine.max_seq_len is None and not engine.enable_chunked_context and engine.max_num_tokens < limit:
         # NVIDIA/TensorRT-LLM#2702: prompts above max_num_tokens are rejected at run time otherwise.
@@ -208,6 +211,9 @@ def _heads_and_experts(
         message = f"{len(experts)} expert layers: {refused} of mixtures of experts is not supported"
         hint = f"Set format: {' or '.join(FORMATS_OF_EXPERTS)}, or exclude '*.experts.*'."
         yield _error("quantization.format", f"{message}.", hint)
+    elif experts and config.finetune.method != "none":
+        message = f"{len(experts)} expert layers: training mixtures of experts is not supported"
+        yield _error("finetune.method", f"{message}.", "Set finetune.method: none, or exclude '*.experts.*'.")
     elif experts and config.engine.target == "openvino":
         message = f"{len(experts)} expert layers: the openvino target does not compile quantized mixtures of experts"
         yield _error("quantization.format", f"{message}.", "Set format: bf16, or exclude '*.experts.*'.")

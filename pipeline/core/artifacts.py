@@ -32,7 +32,8 @@ class SourceCheckpoint(Artifact):
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json (chat template inside
     it or in chat_template.jinja), model.safetensors or shards with model.safetensors.index.json.
-    One that a stage made also has sparsity.json (method, pattern, layers), where zeros were put into it.
+    One that a stage made also has sparsity.json (method, pattern, layers), where zeros were put into it, and
+    training.json (settings, text, loss of every step), where it was trained; its trained weights are float32.
     """
 
     kind = "source"

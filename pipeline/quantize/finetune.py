@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.schema import FinetuneConfig
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
-from pipeline.errors import ToolError
 from pipeline.quantize import calibration as text
 from pipeline.quantize.documents import SHIPPED_CALIBRATION
 from pipeline.quantize.export import write_json
@@ -78,7 +77,6 @@ def finetune(
         progress.note(f"{settings.method}: {trainable:,} parameters of {len(layers)} layers train")
         task = Task(model=model, role=role, method=settings.method, rows=_schedule(drawn.rows, settings))
         curve = train(task, settings, resume=resume, progress=progress)
-    _check(curve)
     progress.note(
         f"{settings.method}: loss {curve[0]['loss']:.4g} at the first step, {curve[-1]['loss']:.4g} at the last"
     )
@@ -113,17 +111,6 @@ def _schedule(rows: tuple[tuple[int, ...], ...], settings: FinetuneConfig) -> li
     while len(scheduled) < wanted:
         scheduled += shuffler.sample(rows, len(rows))
     return scheduled[:wanted]
-
-
-def _check(curve: list[dict[str, float]]) -> None:
-    import math
-
-    lost = next((entry for entry in curve if not math.isfinite(entry["loss"])), None)
-    if lost is not None:
-        raise ToolError(
-            f"training diverged: the loss of step {lost['step']:.0f} is not a number",
-            hint="Lower finetune.learning_rate.",
-        )
 
 
 def _describe(

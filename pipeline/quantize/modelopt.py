@@ -213,6 +213,10 @@ def measure_weights(model: nn.Module) -> None:
     """Measure the range of every enabled weight quantizer, again if need be."""
     import torch
 
+    # Guard: a range that is there already only grows (ModelOpt 0.47), and the weights may have shrunk since.
+    for quantizer in weight_quantizers(model).values():
+        for stage in stages(quantizer):
+            stage.reset_amax()
     with _guarded("measure weights"), torch.no_grad():
         import modelopt.torch.quantization as mtq
 

@@ -216,10 +216,15 @@ def _set_input_range(model: nn.Module, name: str, channels: torch.Tensor, settle
     layer.input_quantizer.amax = widest.to(next(layer.parameters()).device)
 
 
+def shares_scalar_ranges(form: Format, *, export: str) -> bool:
+    """Whether layers of a format that read the same tensor have one scalar range in a layout."""
+    made = traits(form, export=export)
+    return export == "trtllm" or (made.grouped and made.static_activations)
+
+
 def _share_scalar_ranges(model: nn.Module, group: SharedInput, formats: Mapping[str, Format], *, export: str) -> None:
     for form in sorted({formats[name] for name in group.layers if name in formats}):
-        made = traits(form, export=export)
-        if export != "trtllm" and not (made.grouped and made.static_activations):
+        if not shares_scalar_ranges(form, export=export):
             continue
         for find in (modelopt.weight_quantizers, modelopt.input_quantizers):
             enabled = find(model)

@@ -52,6 +52,7 @@ from pipeline.quantize.trtllm_structure import check_trtllm_structure
 SCHEMA_VERSION = 1
 _SEQUENCE_LENGTH = 512
 _WORST_LAYERS = 5
+TRAINING = "training.json"  # what finetune writes beside the weights
 
 
 def verify(
@@ -83,10 +84,13 @@ def verify(
     scored = None
     if all(check.passed for check in checks) and baseline is not None:
         scored = _score(baseline, reader, limits, tasks, progress)
-        checks += _check_end_to_end(scored.text, limits_of_mix(formats_in(reader), limits))
+        bounds = limits_of_mix(formats_in(reader), limits)
+        checks += _check_end_to_end(scored.text, bounds, judged=_judged(source.path, limits))
         progress.note(_summary(reader, scored.text))
     if original is not None:
         progress.note("tensors and layers were held to the changed weights, text and tasks to the 16-bit source")
+    if len(_judged(source.path, limits)) < len(_END_TO_END):
+        progress.note("sparse: end to end only limits of the config count (verify.max_kl and the like, or quality)")
     not_run = _not_run(reader, scored_against=baseline)
     for words in not_run:
         progress.note(f"not run: {words}")
@@ -251,13 +255,25 @@ def _not_run(reader: CheckpointReader, *, scored_against: Path | None) -> list[s
     return words
 
 
-def _check_end_to_end(scored: Distribution, bounds: Limits) -> list[Check]:
-    """The limits on what a user of the model would notice."""
-    agreement, increase = scored.top1_agreement, scored.perplexity_increase
+_END_TO_END = ("max_kl", "min_top1_agreement", "max_perplexity_increase")
+
+
+def _judged(source: Path, limits: VerifyConfig) -> frozenset[str]:
+    """The end-to-end limits that hold: all, but of a sparse model those of the config alone.
+
+    A format's own limits are of dense weights; how much zeros may cost is for the user to say.
+    """
+    dense = read_sparsity(source) is None
+    return frozenset(name for name in _END_TO_END if dense or getattr(limits, name) is not None)
+
+
+def _check_end_to_end(scored: Distribution, bounds: Limits, *, judged: frozenset[str]) -> list[Check]:
+    """The limits on what a user of the model would notice; what is not `judged` is reported."""
+    kl, agreement, increase = (getattr(bounds, name) if name in judged else None for name in _END_TO_END)
     return [
-        Check(name="model.mean_kl_nats", value=scored.mean_kl, limit=bounds.max_kl),
-        Check(name="model.top1_agreement", value=agreement, limit=bounds.min_top1_agreement, bound="min"),
-        Check(name="model.perplexity_increase", value=increase, limit=bounds.max_perplexity_increase),
+        Check(name="model.mean_kl_nats", value=scored.mean_kl, limit=kl),
+        Check(name="model.top1_agreement", value=scored.top1_agreement, limit=agreement, bound="min"),
+        Check(name="model.perplexity_increase", value=scored.perplexity_increase, limit=increase),
     ]
 
 
@@ -294,8 +310,14 @@ def _write_report(
 
 def _changes(source: Path) -> Mapping[str, Any]:
     """What was done to the weights before they were quantized; the end-to-end scores include what it cost."""
-    sparse = read_sparsity(source)
-    return {} if sparse is None else {"sparsity": {key: sparse[key] for key in ("method", "pattern")}}
+    sparse, training = read_sparsity(source), source / TRAINING
+    changed: dict[str, Any] = {}
+    if sparse is not None:
+        changed["sparsity"] = {key: sparse[key] for key in ("method", "pattern")}
+    if training.is_file():
+        record = read_json(training)
+        changed["training"] = {"method": record["method"], "tokens": record["tokens"], **record["settings"]}
+    return changed
 
 
 def _by_format(reader: CheckpointReader, checks: Sequence[Check]) -> dict[str, dict[str, Any]]:

@@ -27,14 +27,14 @@ FACTS: dict[str, ArchitectureFacts] = {"smollm2-135m": Facts(), "my-model": LLAM
 
 def test_the_catalog_has_the_size_that_these_tests_cover() -> None:
     """A config in a place that no test looks at is noticed."""
-    assert len(CONFIGS) == 27
+    assert len(CONFIGS) == 28
     assert len(UNITS) == 10
     assert {path.parent.name for path in CONFIGS} == set(FACTS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_shipped_config_is_legal_and_named_by_format_target_and_machine(path: Path) -> None:
-    """The file name says <format>-<target>-<machine> (mixed where layers differ), and -ladder for a fallback.
+    """The file name says <format>-<target>-<machine> (mixed where layers differ), its training, -ladder for a fallback.
 
     The machine is cpu, or the GPU and the number of them that share a layer. The config's name begins with the model.
     """
@@ -45,7 +45,8 @@ def test_a_shipped_config_is_legal_and_named_by_format_target_and_machine(path: 
     machine = "cpu" if gpu is None else f"{gpu.lower()}-tp{config.engine.tensor_parallel_size}"
     form = "mixed" if config.quantization.overrides else config.quantization.format
     ladder = "-ladder" if loaded.fallback else ""
-    assert path.stem == f"{form}-{config.engine.target}-{machine}{ladder}".replace("_", "-")
+    trained = "" if config.finetune.method == "none" else f"-{config.finetune.method}"
+    assert path.stem == f"{form}-{config.engine.target}-{machine}{trained}{ladder}".replace("_", "-")
     assert not any(step.warnings for step in loaded.fallback)
     assert config.name.startswith(path.parent.name)
     assert [problem for problem in check(config, FACTS[path.parent.name]) if problem.severity == "error"] == []

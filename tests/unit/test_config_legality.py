@@ -276,6 +276,15 @@ def test_features_must_divide_evenly_over_the_gpus() -> None:
     assert found.endswith(("Use 1, 2, 3, 4, 6 or 8.", "Use 1 or 3."))
 
 
+@pytest.mark.parametrize("form", ["int8_wo", "int4_wo"])
+def test_weights_that_the_engine_build_rounds_cannot_be_trained_here(form: str) -> None:
+    """Its scales are its own; the CPU target takes the trained codes."""
+    sections: dict[str, object] = {"quantization": {"format": form}, "finetune": {"method": "qad"}}
+    (found,) = judge(None, engine=GPU, **sections)
+    assert found.startswith(f"finetune.method: trtllm-build rounds the weights of {form}")
+    assert judge(None, **sections) == []
+
+
 @pytest.mark.parametrize(
     ("engine", "form", "expected"),
     [

@@ -152,7 +152,7 @@ def test_every_problem_is_reported_at_once_with_its_line() -> None:
           enable_chunked_context: yes
           target: tensorrt_llm
         """
-    valid = "Valid: name, source, quantization, calibration, sparsity, verify, quality, engine, serving."
+    valid = "Valid: name, source, quantization, calibration, sparsity, finetune, verify, quality, engine, serving."
     assert problems(text) == [
         f"x.yaml:1 nmae: unknown key 'nmae'. Did you mean 'name'? {valid}",
         (

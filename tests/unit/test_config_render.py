@@ -74,7 +74,8 @@ FREE = [
     for key in leaves()
     if not key.path.startswith("source.")
     and key.path not in {"name", "engine.target", "engine.dtype", "quantization.format", "engine.max_seq_len"}
-    and key.path not in {"engine.max_batch_size", "serving.default_max_tokens", "calibration.dataset"}
+    and key.path
+    not in {"engine.max_batch_size", "serving.default_max_tokens", "calibration.dataset", "finetune.method"}
     and key.path not in {"quality.confidence", "quality.tasks", "quality.min_task_score", "quality.max_task_drop"}
     and not key.noun.startswith("comma list")  # text of a form that random text does not have
 ]

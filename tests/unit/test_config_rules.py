@@ -112,6 +112,11 @@ def test_each_kind_of_source_is_accepted(tmp_path: Path, source: str) -> None:
             "3 quantization.exclude: '*' excludes every layer, so nothing is left to quantize.",
         ),
         ("quantization: {format: fp8, exclude: ['']}", "3 quantization.exclude: an empty glob matches no module."),
+        ("finetune: {method: qad}", "3 finetune.method: nothing is rounded in format bf16 and nothing is sparse"),
+        (
+            "quantization: {format: int8_wo}\nfinetune: {method: qat, steps: 5}",
+            "finetune.warmup_steps: 5 steps of warm-up leave none of 5",
+        ),
     ],
 )
 def test_limits_that_contradict_each_other_are_refused(tmp_path: Path, lines: str, expected: str) -> None:

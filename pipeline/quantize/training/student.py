@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from pipeline.config.schema import Format
+from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.schema import Format
 
 E4M3_MAX = 448.0
 _TINY = torch.finfo(torch.float32).tiny
@@ -36,11 +35,13 @@ class LayerRanges:
     """What calibration found for one layer, and what its format needs to round it.
 
     Attributes:
-        format: the layer's format.
+        format: the layer's format; a 16-bit one rounds nothing while it trains.
         group_size: inputs that share one weight scale; None where the format has no groups.
         input_range: largest |x * p|, float32 []; None where inputs are not rounded.
         pre_quant_scale: p, float32 [in]; None where the layer is not smoothed.
         clipping: share of each group's range that is used, float32 [out, in / group_size]; None for all of it.
+        shares_scale_with: layers whose one scale of the whole weight is the same number, which the exporter makes
+            the largest of theirs.
     """
 
     format: Format
@@ -48,6 +49,7 @@ class LayerRanges:
     input_range: torch.Tensor | None = None
     pre_quant_scale: torch.Tensor | None = None
     clipping: torch.Tensor | None = None
+    shares_scale_with: tuple[str, ...] = ()
 
 
 class Role:
@@ -93,7 +95,8 @@ class StudentLinear(nn.Module):
         keep_source: bool,
     ) -> None:
         super().__init__()
-        self._ranges, self._role = ranges, role
+        self._ranges, self.role = ranges, role
+        self.partners: tuple[StudentLinear, ...] = ()  # a tuple, so that they are not modules inside this one
         weight = layer.weight.detach()
         self.weight = nn.Parameter(weight, requires_grad=rank is None)
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach(), persistent=False)
@@ -111,10 +114,10 @@ class StudentLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [..., out] of x [..., in]."""
-        if self._role.teaching:
+        if self.role.teaching:
             source = self.weight if self.source_weight is None else self.source_weight
             return nn.functional.linear(x, source, self.bias)
-        return nn.functional.linear(self._rounded_input(x), self._rounded_weight(), self.bias)
+        return nn.functional.linear(self._rounded_input(x), self.rounded_weight(), self.bias)
 
     def trained_weight(self) -> torch.Tensor:
         """W float32 [out, in]: the weight with its low-rank addition, zeros kept."""
@@ -126,6 +129,10 @@ class StudentLinear(nn.Module):
     def _rounded_input(self, x: torch.Tensor) -> torch.Tensor:
         p, bound = self._ranges.pre_quant_scale, self._ranges.input_range
         scaled = x if p is None else x * p
+        if self._ranges.format == "fp8_rowwise":  # each token has its own range, so nothing is clipped
+            with torch.no_grad():
+                error = _to_e4m3(scaled, scaled.abs().amax(dim=-1, keepdim=True) / E4M3_MAX) - scaled
+            return scaled + error
         if bound is None:
             return scaled
         clipped = torch.clamp(scaled, -bound, bound)
@@ -138,28 +145,49 @@ class StudentLinear(nn.Module):
             error = rounded - clipped
         return clipped + error
 
-    def _rounded_weight(self) -> torch.Tensor:
-        p = self._ranges.pre_quant_scale
-        weight = self.trained_weight() if p is None else self.trained_weight() / p
+    def rounded_weight(self) -> torch.Tensor:
+        """Qw(W / p), float32 [out, in]: what the exported codes and scales stand for."""
+        weight = self._scaled_weight()
+        if self._ranges.format in UNQUANTIZED:
+            return weight
         with torch.no_grad():
-            error = round_weight(weight, self._ranges) - weight
+            bounds = _bounds(weight, self._ranges)
+            largest = torch.stack([bounds.amax(), *(partner.largest_bound() for partner in self.partners)]).max()
+            error = _round_weight(weight, bounds, largest, self._ranges) - weight
         return weight + error
 
+    def largest_bound(self) -> torch.Tensor:
+        """The largest |W / p| that has a code, float32 []."""
+        return _bounds(self._scaled_weight(), self._ranges).amax()
 
-def round_weight(weight: torch.Tensor, ranges: LayerRanges) -> torch.Tensor:
-    """Round W / p, float32 [out, in], to the grid that the exporter would choose for it."""
-    if ranges.format == "fp8":
-        return _to_e4m3(weight, weight.abs().amax() / E4M3_MAX)
+    def _scaled_weight(self) -> torch.Tensor:
+        p = self._ranges.pre_quant_scale
+        return self.trained_weight() if p is None else self.trained_weight() / p
+
+
+def _bounds(weight: torch.Tensor, ranges: LayerRanges) -> torch.Tensor:
+    """The largest |W / p| that has a code: of each output [out, 1], or of each group [out, in / group_size, 1]."""
     if ranges.group_size is None:
-        scale = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp_min(_TINY)
+        return weight.abs().amax(dim=1, keepdim=True)
+    bounds = weight.reshape(len(weight), -1, ranges.group_size).abs().amax(dim=2, keepdim=True)
+    return bounds if ranges.clipping is None else bounds * ranges.clipping.reshape(bounds.shape)
+
+
+def _round_weight(
+    weight: torch.Tensor, bounds: torch.Tensor, largest: torch.Tensor, ranges: LayerRanges
+) -> torch.Tensor:
+    """Round to the grid that the exporter chooses; `largest` is the bound of a scale of the whole weight."""
+    if ranges.format == "fp8":
+        return _to_e4m3(weight, largest / E4M3_MAX)
+    if ranges.format == "fp8_rowwise":
+        return _to_e4m3(weight, bounds / E4M3_MAX)
+    if ranges.group_size is None:
+        scale = (bounds / 127).clamp_min(_TINY)
         return torch.clamp(torch.round(weight / scale), -128, 127) * scale
+    scale = (bounds / 7).clamp_min(_TINY)
     groups = weight.reshape(len(weight), -1, ranges.group_size)
-    bound = groups.abs().amax(dim=2)
-    if ranges.clipping is not None:
-        bound = bound * ranges.clipping
-    scale = (bound / 7).clamp_min(_TINY)[:, :, None]
     rounded = (torch.clamp(torch.round(groups / scale), -8, 7) * scale).reshape(weight.shape)
-    return _to_e4m3(rounded, bound.amax() / E4M3_MAX) if ranges.format == "w4a8_awq" else rounded
+    return _to_e4m3(rounded, largest / E4M3_MAX) if ranges.format == "w4a8_awq" else rounded
 
 
 def _to_e4m3(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -186,6 +214,7 @@ def make_student(
         keep_source: the model will be asked to teach.
     """
     role = Role()
+    students: dict[str, StudentLinear] = {}
     model.requires_grad_(requires_grad=False)
     for name, ranges in layers.items():
         layer = model.get_submodule(name)
@@ -193,4 +222,7 @@ def make_student(
             raise TypeError(f"{name} is {type(layer).__name__}, not a linear layer")
         student = StudentLinear(layer, ranges, role, rank=rank, keep_zeros=keep_zeros, keep_source=keep_source)
         model.set_submodule(name, student)
+        students[name] = student
+    for name, ranges in layers.items():
+        students[name].partners = tuple(students[partner] for partner in ranges.shares_scale_with)
     return role

@@ -26,6 +26,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from pipeline.config.schema import FinetuneConfig
 from pipeline.core.progress import Advance, Progress
+from pipeline.errors import ToolError
 from pipeline.host.files import write_atomic
 from pipeline.quantize.training.student import Role
 
@@ -145,9 +146,19 @@ class _StudentTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mean loss per position."""
+        """Mean loss per position.
+
+        Raises:
+            ToolError: it is not a number, so every later step would be wasted.
+        """
         del return_outputs, num_items_in_batch
-        return self._loss(self.accelerator.unwrap_model(model), self._role, inputs["input_ids"])
+        loss = self._loss(self.accelerator.unwrap_model(model), self._role, inputs["input_ids"])
+        if not torch.isfinite(loss):
+            raise ToolError(
+                f"training diverged: the loss of step {self.state.global_step + 1} is not a number",
+                hint="Lower finetune.learning_rate.",
+            )
+        return loss
 
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         del state_dict
