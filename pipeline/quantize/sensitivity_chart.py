@@ -27,7 +27,7 @@ COLOURS: Mapping[Chosen, str] = {
     "int4_wo": "#ca8a04",
     "w4a8_awq": "#be123c",
 }
-_WIDTH, _LEFT, _RIGHT, _TOP = 960, 80, 24, 84
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 80, 24, 98
 _PANEL, _GAP, _CURVE = 96, 46, 150
 _INK, _FAINT = "#1e293b", "#e2e8f0"
 _NUMBER = re.compile(r"\.(\d+)\.")
