@@ -110,8 +110,7 @@ def formats_of(quantization: QuantizationConfig, layers: Iterable[str] = ()) -> 
 
 def format_label(quantization: QuantizationConfig) -> str:
     """What a person calls the formats of a build: 'int4_awq', or 'int4_awq, int8_wo in *.down_proj'."""
-    others = (f"{override.format} in {override.layers}" for override in quantization.overrides)
-    return ", ".join((quantization.format, *others))
+    return ", ".join((quantization.format, *map(str, quantization.overrides)))
 
 
 def is_grouped(form: Format, target: str) -> bool:

@@ -54,6 +54,10 @@ class LayerOverride(Section):
         description="Format of these layers; bf16 or fp16, whichever is engine.dtype, keeps them at 16 bit.",
     )
 
+    def __str__(self) -> str:
+        """As a person says it."""
+        return f"{self.format} in {self.layers}"
+
 
 class AutoConfig(Section):
     """Automatic mixed precision: each layer gets the candidate, or 16 bit, that the budget serves best."""
