@@ -14,7 +14,7 @@ from pipeline.quantize.tasks import read_task
 
 
 def check_texts(config: BuildConfig, provenance: Mapping[str, str]) -> Iterator[Problem]:
-    """Read every text file of a config: calibration, held text and the gate's tasks.
+    """Read every text file of a config: calibration, training, held text and the gate's tasks.
 
     Malformed rows are errors by file:line. A warning is what makes a proof worth less: documents of the held text
     that the observers see too.
@@ -40,6 +40,8 @@ def check_texts(config: BuildConfig, provenance: Mapping[str, str]) -> Iterator[
                 hint="Give verify.dataset text that is not calibrated on.",
                 severity="warning",
             )
+    if config.finetune.dataset is not None:
+        yield from check_text(config.finetune.dataset, "finetune.dataset", provenance)[1]
     for task in config.quality.tasks:
         try:
             read_task(task)

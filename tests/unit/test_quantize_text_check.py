@@ -12,7 +12,12 @@ from pipeline.quantize.text_check import check_texts
 
 pytestmark = pytest.mark.fast
 
-PROVENANCE = {"calibration.dataset": "a.yaml:4", "verify.dataset": "a.yaml:6", "quality.tasks": "a.yaml:8"}
+PROVENANCE = {
+    "calibration.dataset": "a.yaml:4",
+    "verify.dataset": "a.yaml:6",
+    "quality.tasks": "a.yaml:8",
+    "finetune.dataset": "a.yaml:9",
+}
 
 
 def problems(**sections: object) -> list[str]:
@@ -34,7 +39,11 @@ def test_the_shipped_text_is_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "mark"),
-    [("calibration", "calibration.dataset", "a.yaml:4"), ("verify", "verify.dataset", "a.yaml:6")],
+    [
+        ("calibration", "calibration.dataset", "a.yaml:4"),
+        ("verify", "verify.dataset", "a.yaml:6"),
+        ("finetune", "finetune.dataset", "a.yaml:9"),
+    ],
 )
 def test_a_missing_text_is_an_error_at_the_key_that_names_it(tmp_path: Path, section: str, key: str, mark: str) -> None:
     """Where it is written, and what is not there."""
