@@ -207,7 +207,10 @@ def _heads_and_experts(
     experts = [name for name in quantized if ".experts." in name]
     taken = formats_of(config.quantization, experts) if experts else ()
     refused = ", ".join(form for form in taken if form not in FORMATS_OF_EXPERTS)
-    if refused:
+    if experts and config.quantization.format == "auto" and config.quantization.auto.method == "gradient":
+        message = f"{len(experts)} expert layers: ModelOpt's gradient method gives them no score."
+        yield _error("quantization.auto.method", message, "Set method: kl_div, or exclude '*.experts.*'.")
+    elif refused:
         message = f"{len(experts)} expert layers: {refused} of mixtures of experts is not supported"
         hint = f"Set format: {' or '.join(FORMATS_OF_EXPERTS)}, or exclude '*.experts.*'."
         yield _error("quantization.format", f"{message}.", hint)

@@ -240,6 +240,13 @@ def _check(groups: tuple[Group, ...]) -> None:
     """Refuse scores that no choice can be made from."""
     if not groups:
         raise ToolError("ModelOpt found no layer to decide on", hint="Exclude or override fewer layers.")
+    # A candidate that rounds weights and changes nothing at all was never looked at.
+    unseen = [group.name for group in groups if not any(group.scores.values())]
+    if unseen:
+        raise ToolError(
+            f"ModelOpt gave no score to {len(unseen)} groups of layers, first {unseen[0]}",
+            hint="Set quantization.auto.method: kl_div, give other calibration text, or exclude these layers.",
+        )
     bad = [group.name for group in groups if not all(math.isfinite(score) for score in group.scores.values())]
     if bad:
         raise ToolError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from pipeline.config.schema import Format, ScoreMethod
 
 FILE = "sensitivity.json"
 WHOLE_BITS = 16
+_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,11 @@ class Group:
 
     @property
     def name(self) -> str:
-        """What a person calls it: "model.layers.0.self_attn.q_proj+k_proj+v_proj"."""
+        """What a person calls it: "model.layers.0.self_attn.q_proj+k_proj+v_proj", or what holds many of them."""
+        if len(self.layers) > _NAMED:
+            parted = zip(*(name.split(".") for name in self.layers), strict=False)
+            shared = takewhile(lambda parts: len(set(parts)) == 1, parted)
+            return f"{'.'.join(parts[0] for parts in shared)} ({len(self.layers)} layers)"
         head, _, last = self.layers[0].rpartition(".")
         parts = [last, *(layer.removeprefix(f"{head}.") for layer in self.layers[1:])]
         return f"{head}.{'+'.join(parts)}" if head else "+".join(parts)

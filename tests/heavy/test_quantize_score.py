@@ -10,14 +10,16 @@ import pytest
 from pipeline.config.schema import AutoConfig, CalibrationConfig, LayerOverride, QuantizationConfig
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Silent
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ToolError
 from pipeline.quantize import score as scoring
 from pipeline.quantize import sensitivities
 from pipeline.quantize.choice import Table, options
 from tests.support.checkpoints import tiny_llama
+from tests.support.families import tiny_family
 
 pytestmark = pytest.mark.heavy
 
+DOWN = "model.layers.1.mlp.down_proj"
 METHODS = ("gradient", "kl_div")
 CALIBRATION = CalibrationConfig(num_samples=8, max_seq_len=64, batch_size=2)
 
@@ -28,10 +30,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> SourceCheckpoint:
     return SourceCheckpoint(path=tiny_llama(tmp_path_factory.mktemp("source")), digest="sha256:0")
 
 
-def scored(source: SourceCheckpoint, out: Path, group_size: Any = 64, **auto: Any) -> sensitivities.Sensitivities:
+def scored(
+    source: SourceCheckpoint, out: Path, group_size: Any = 64, overridden: str = DOWN, **auto: Any
+) -> sensitivities.Sensitivities:
     """Score with four sequences unless told otherwise and read the result."""
     chosen = {"candidates": ("int4_awq", "int8_wo"), "num_score_samples": 4} | auto
-    overrides = (LayerOverride(layers="model.layers.1.mlp.down_proj", format="fp8"),)
+    overrides = (LayerOverride(layers=overridden, format="fp8"),)
     quantization = QuantizationConfig(
         format="auto", group_size=group_size, overrides=overrides, auto=AutoConfig(**chosen)
     )
@@ -72,13 +76,13 @@ def test_only_what_the_search_decides_is_scored_in_groups_that_engines_fuse(resu
         "model.layers.1.mlp.gate_proj+up_proj",
     ]
     assert found.groups[0].weights == 128 * (128 + 64 + 64)
-    assert found.fixed == {"model.layers.1.mlp.down_proj": "fp8"}
+    assert found.fixed == {DOWN: "fp8"}
     assert found.layers["lm_head"] == 512 * 128
     assert found.text["sequences"] == 4
     assert all(group.scores["int4_awq"] > 20 * group.scores["int8_wo"] > 0 for group in found.groups)
     lowest = Table(found).choose(5)
     assert lowest.effective_bits <= 5
-    assert lowest.formats["model.layers.1.mlp.down_proj"] == "fp8"
+    assert lowest.formats[DOWN] == "fp8"
 
 
 def test_the_gradient_estimates_what_kl_div_measures(results: dict[str, Path]) -> None:
@@ -129,3 +133,13 @@ def test_a_group_size_that_fits_no_layer_is_refused_before_anything_is_loaded(
             tmp_path / "out",
             group_size=128,
         )
+
+
+def test_layers_without_a_score_are_refused_not_taken_for_free(tmp_path: Path) -> None:
+    """ModelOpt's gradient method does not reach the experts of a mixture; kl_div does."""
+    source = tiny_family("Mixtral")
+    options: dict[str, Any] = {"candidates": ("int8_wo",), "overridden": "model.layers.1.self_attn.o_proj"}
+    with pytest.raises(ToolError, match="ModelOpt gave no score to 2 groups of layers"):
+        scored(source, tmp_path / "gradient", **options)
+    groups = scored(source, tmp_path / "kl_div", method="kl_div", **options).groups
+    assert all(group.scores["int8_wo"] > 0 for group in groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,17 @@ def test_plans_say_what_scoring_takes() -> None:
 def with_batch(size: int) -> BuildConfig:
     """A config of format auto whose calibration feeds so many sequences at once."""
     return config({"candidates": ["int4_awq", "int8_wo"]}, calibration={"batch_size": size}, engine=H100)
+
+
+def test_experts_are_scored_by_measuring() -> None:
+    """The gradient method gives them no score, which would make the narrowest format look free."""
+    mixture = replace(
+        LLAMA_8B,
+        architecture="MixtralForCausalLM",
+        linears={"model.layers.0.block_sparse_moe.experts.0.w1": (14336, 4096)},
+    )
+    auto = {"candidates": ["fp8"], "effective_bits": 9.0}
+    found = [str(problem) for problem in check(config(auto, engine=H100), mixture)]
+    assert any("quantization.auto.method: 1 expert layers" in problem and "kl_div" in problem for problem in found)
+    measured = [str(problem) for problem in check(config({**auto, "method": "kl_div"}, engine=H100), mixture)]
+    assert not any("quantization.auto.method" in problem for problem in measured)

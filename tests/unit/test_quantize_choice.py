@@ -170,3 +170,9 @@ def test_the_chart_draws_one_bar_for_each_group_in_the_colour_of_its_format() ->
     page = html(choice, curve, "a <title> & more")
     assert page.startswith("<!doctype html>")
     assert page.count("<rect") == svg(choice, curve, "x").count("<rect")
+
+
+def test_a_group_of_many_layers_is_named_by_what_holds_them() -> None:
+    """The experts of a decoder layer are one group."""
+    layers = tuple(f"model.layers.0.mlp.experts.{n}.w1" for n in range(8))
+    assert Group(layers=layers, weights=8, scores={}).name == "model.layers.0.mlp.experts (8 layers)"
