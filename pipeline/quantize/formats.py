@@ -5,6 +5,7 @@ Pure data and arithmetic: layers come in as name -> (out, in), configs go out as
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -248,6 +249,28 @@ def quantizer_config(
         kv = _INT8_PER_TENSOR if quantization.kv_cache == "int8" else _E4M3_PER_TENSOR
         entries.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": dict(kv)})
     return {"quant_cfg": entries, "algorithm": None}
+
+
+def whole_model_config(
+    quantization: QuantizationConfig, formats: Mapping[str, Format], linears: Iterable[str], *, kv_scales: bool
+) -> dict[str, Any]:
+    """`quantizer_config` of every layer, in few entries: the commonest format for all, then who differs by name.
+
+    ModelOpt matches every entry against every module, so an entry a layer takes minutes on a large model.
+    """
+    main = Counter(formats.values()).most_common(1)[0][0] if formats else None
+    different = {name: form for name, form in formats.items() if form != main}
+    entries: list[dict[str, Any]] = []
+    if main is not None:
+        weights, activations = _attributes(main, quantization)
+        entries.append({"quantizer_name": "*weight_quantizer", "parent_class": "nn.Linear", "cfg": weights})
+        if activations:
+            entries.append({"quantizer_name": "*input_quantizer", "parent_class": "nn.Linear", "cfg": activations})
+        others = (name for name in linears if formats.get(name) != main)
+        entries += [{"quantizer_name": f"{name}.*", "enable": False} for name in others]
+    by_name = quantizer_config(quantization, different, kv_scales=kv_scales)
+    denied, *named = by_name["quant_cfg"]
+    return by_name | {"quant_cfg": [denied, *entries, *named]}
 
 
 def _attributes(form: Format, quantization: QuantizationConfig) -> tuple[Attributes | list[Attributes], Attributes]:

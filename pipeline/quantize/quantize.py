@@ -32,6 +32,7 @@ from pipeline.quantize.formats import (
     quantizer_config,
     stores_kv_scales,
     traits,
+    whole_model_config,
 )
 from pipeline.quantize.layered import LayeredModel
 from pipeline.quantize.pieces import Pieces, discard, join, write_shards
@@ -422,7 +423,7 @@ class _Maker:
                 parts.append(part)
         quantizers = None
         if job.made or job.kv_scales:
-            quantizers = quantizer_config(job.quantization, job.made, kv_scales=job.kv_scales)
+            quantizers = whole_model_config(job.quantization, job.made, job.model.linears, kv_scales=job.kv_scales)
         writing.describe_hf(
             job.model.skeleton, quantizers, job.source, directory, dtype=job.torch_dtype, formats=job.made
         )

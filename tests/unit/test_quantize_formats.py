@@ -14,6 +14,7 @@ from pipeline.quantize.formats import (
     observes,
     quantizer_config,
     stores_kv_scales,
+    whole_model_config,
 )
 
 pytestmark = pytest.mark.fast
@@ -102,6 +103,15 @@ def test_the_quantizer_list_denies_all_first_and_then_names_each_layer() -> None
     assert entries[0] == {"quantizer_name": "*", "enable": False}
     assert [entry["quantizer_name"] for entry in entries[1:]] == ["a.q_proj.weight_quantizer"]
     assert entries[1]["cfg"]["block_sizes"] == {-1: 32, "type": "static"}
+
+
+def test_the_config_of_a_whole_model_names_only_the_layers_that_differ() -> None:
+    """An entry a layer takes ModelOpt minutes on a large model; the last match wins, so who differs comes last."""
+    formats: dict[str, Format] = {"a": "fp8", "b": "fp8", "c": "int8_wo"}
+    entries = whole_model_config(_awq(), formats, [*formats, "lm_head"], kv_scales=False)["quant_cfg"]
+    assert [entry["quantizer_name"] for entry in entries] == [
+        "*", "*weight_quantizer", "*input_quantizer", "c.*", "lm_head.*", "c.weight_quantizer",
+    ]  # fmt: skip
 
 
 def test_an_fp8_cache_adds_observers_of_keys_and_values() -> None:
