@@ -341,6 +341,8 @@ def snap_weights(model: nn.Module) -> None:
 def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: Path) -> dict[str, Any] | None:  # noqa: ANN401 - a transformers model
     """Write config.json and generation_config.json as the Hugging Face export of a whole model writes them.
 
+    But for one thing: ModelOpt copies rope_theta into a llama3 rope_scaling, where the source does not have it.
+
     Args:
         skeleton: the whole model without weights; unchanged.
         quantizers: ModelOpt's config of all its quantizers; None when there are none.
@@ -352,7 +354,6 @@ def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: 
     described: dict[str, Any] | None = None
     with _guarded("describe the Hugging Face checkpoint"):
         from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-        from modelopt.torch.export.plugins import sanitize_hf_config_for_deployment
         from modelopt.torch.export.quant_utils import get_quant_config
 
         if quantizers is not None:
@@ -361,7 +362,6 @@ def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: 
             described = get_quant_config(model)
         skeleton.save_pretrained(directory, state_dict={})
         config = json.loads((directory / "config.json").read_text("utf-8"))
-        sanitize_hf_config_for_deployment(config, skeleton)
         if described is not None:
             config["quantization_config"] = convert_hf_quant_config_format(described)
         (directory / "config.json").write_text(json.dumps(config), "utf-8")
