@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from pipeline.core.digest import FileHasher
     from pipeline.core.store import Store
     from pipeline.examine import Build
-    from pipeline.quantize.probe import Probe, ProbeFormat
+    from pipeline.quantize.trial import Trial, TrialFormat
 
 FORMATS = ("nf4", "int2", "int3", "int4_wo", "int8_wo", "fp8", "fp8_rowwise")
-NO_BLOCKS = ("int8_wo", "fp8", "fp8_rowwise")
 HEADER = ("format", "how", "bits", "weight error", "perplexity", "increase", "KL (nats)", "top-1")
 
 
@@ -48,7 +47,7 @@ HEADER = ("format", "how", "bits", "weight error", "perplexity", "increase", "KL
 def probe(
     config: Path,
     overrides: tuple[str, ...],
-    formats: tuple[ProbeFormat, ...],
+    formats: tuple[TrialFormat, ...],
     block_size: int | None,
     double_quant: bool,
     store_root: Path,
@@ -64,7 +63,7 @@ def probe(
     trtpipe probe my.yaml --format int4_wo --format int3 --format int2
     """
     from pipeline.errors import ConfigError
-    from pipeline.quantize.probe import probe as score
+    from pipeline.quantize.trial import try_formats
 
     rungs, store, hasher = prepare_ladder(config, overrides, store_root)
     build = rungs[0].build
@@ -75,9 +74,9 @@ def probe(
         )
     wait_without_spinning()
     source = _source(build, store, hasher)
-    found = score(
+    found = try_formats(
         source.path,
-        [_probe(each, build, block_size, double_quant=double_quant) for each in dict.fromkeys(formats)],
+        [_trial(each, build, block_size, double_quant=double_quant) for each in dict.fromkeys(formats)],
         dtype=build.config.engine.dtype,
         excluded=build.config.quantization.exclude,
         limits=build.config.verify,
@@ -93,16 +92,16 @@ def probe(
     click.echo(f"\n16-bit source: perplexity {rows[0]['source_perplexity']:.4g} on {rows[0]['tokens']} tokens")
 
 
-def _probe(name: ProbeFormat, build: Build, block_size: int | None, *, double_quant: bool) -> Probe:
+def _trial(name: TrialFormat, build: Build, block_size: int | None, *, double_quant: bool) -> Trial:
     from pipeline.errors import ConfigError
-    from pipeline.quantize.probe import NF4_BLOCK, Probe
+    from pipeline.quantize.trial import NF4_BLOCK, Trial
 
     if name == "nf4":
         size = block_size or NF4_BLOCK
         if size & (size - 1) or size < NF4_BLOCK // 2:
             raise ConfigError(f"nf4 has no blocks of {size}", hint="--block-size: 32, 64, 128, ... up to 4096.")
-        return Probe(format=name, block_size=size, double_quant=double_quant)
-    return Probe(format=name, block_size=block_size or build.config.quantization.group_size)
+        return Trial(format=name, block_size=size, double_quant=double_quant)
+    return Trial(format=name, block_size=block_size or build.config.quantization.group_size)
 
 
 def _source(build: Build, store: Store, hasher: FileHasher) -> SourceCheckpoint:

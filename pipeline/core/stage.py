@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline.core.artifacts import Artifact
 from pipeline.core.digest import JSON, SCHEME, digest_json
 from pipeline.core.progress import Progress
+
+A = TypeVar("A", bound=Artifact)
+Inputs = Mapping[str, str | Artifact]
+"""Role -> name of an earlier step, or an artifact that exists already."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,13 @@ class StepContext:
     progress: Progress
     resume: Path
 
+    def input(self, role: str, kind: type[A]) -> A:
+        """Return the artifact of a role, which is of this kind."""
+        artifact = self.inputs[role]
+        if not isinstance(artifact, kind):
+            raise TypeError(f"{role} is {type(artifact).__name__}, expected {kind.__name__}")
+        return artifact
+
 
 @dataclass(frozen=True)
 class Step:
@@ -42,7 +54,7 @@ class Step:
     version: raised when the code would write other bytes for the same inputs.
     output: the artifact's type.
     params: JSON.
-    inputs: role -> name of an earlier step, or an artifact that exists already.
+    inputs: what it reads.
     toolchain: distribution or tool -> version.
     run: does the work.
     disk_bytes: an estimate of what the step writes, checked against free space before it starts; not
@@ -55,7 +67,7 @@ class Step:
     version: int
     output: type[Artifact]
     params: Mapping[str, JSON]
-    inputs: Mapping[str, str | Artifact]
+    inputs: Inputs
     toolchain: Mapping[str, str]
     run: Callable[[StepContext], None]
     disk_bytes: int = 0

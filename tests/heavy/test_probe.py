@@ -12,7 +12,7 @@ from pipeline.config.schema import VerifyConfig
 from pipeline.core.progress import Silent
 from pipeline.errors import ConfigError, ToolError
 from pipeline.quantize import rounding
-from pipeline.quantize.probe import Probe, probe
+from pipeline.quantize.trial import Trial, try_formats
 from tests.support.checkpoints import tiny_llama
 from tests.support.commands import CONFIG, trtpipe
 
@@ -61,9 +61,9 @@ def test_a_library_that_rounds_otherwise_is_found_out(source: Path, monkeypatch:
     """Every layer is compared with the formula."""
     monkeypatch.setattr(rounding, "NF4_QUANTILES", np.linspace(-1, 1, 16, dtype=np.float32))
     with pytest.raises(ToolError, match="another NF4"):
-        probe(
+        try_formats(
             source,
-            [Probe(format="nf4")],
+            [Trial(format="nf4")],
             dtype="bfloat16",
             excluded=("lm_head",),
             limits=VerifyConfig(num_tokens=64),
@@ -73,16 +73,16 @@ def test_a_library_that_rounds_otherwise_is_found_out(source: Path, monkeypatch:
 
 def test_fewer_bits_lose_more_and_excluded_layers_stay(source: Path) -> None:
     """Each format is scored against the 16-bit model on the same text."""
-    probes = [
-        Probe(format="int8_wo"),
-        Probe(format="nf4"),
-        Probe(format="nf4", double_quant=True),
-        Probe(format="int3", block_size=32),
-        Probe(format="int2", block_size=32),
+    trials = [
+        Trial(format="int8_wo"),
+        Trial(format="nf4"),
+        Trial(format="nf4", double_quant=True),
+        Trial(format="int3", block_size=32),
+        Trial(format="int2", block_size=32),
     ]
-    found = probe(
+    found = try_formats(
         source,
-        probes,
+        trials,
         dtype="bfloat16",
         excluded=("lm_head", "*.down_proj"),
         limits=VerifyConfig(num_tokens=256),
@@ -99,9 +99,9 @@ def test_fewer_bits_lose_more_and_excluded_layers_stay(source: Path) -> None:
 def test_blocks_that_do_not_fit_are_named_with_one_that_does(source: Path) -> None:
     """64 inputs have no groups of 128."""
     with pytest.raises(ConfigError, match="does not divide") as caught:
-        probe(
+        try_formats(
             source,
-            [Probe(format="int4_wo", block_size=96)],
+            [Trial(format="int4_wo", block_size=96)],
             dtype="bfloat16",
             excluded=("lm_head",),
             limits=VerifyConfig(num_tokens=64),

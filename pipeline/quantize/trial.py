@@ -1,6 +1,6 @@
 """How good a format would be, without making it: weights are rounded as they are read, and the model is scored.
 
-A probe answers in minutes what a format would cost, also one that no target takes (NF4, two and three bits).
+A trial answers in minutes what a format would cost, also one that no target takes (NF4, two and three bits).
 Weights alone are rounded, each layer when it computes; nothing is calibrated and nothing is written. The text, the
 measures and the 16-bit model to compare with are those of `verify`.
 
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,14 +31,13 @@ from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, cast
 from pipeline.quantize.verify import held_ids
 
-ProbeFormat = Literal["nf4", "int2", "int3", "int4_wo", "int8_wo", "fp8", "fp8_rowwise"]
-PROBED: tuple[ProbeFormat, ...] = get_args(ProbeFormat)
+TrialFormat = Literal["nf4", "int2", "int3", "int4_wo", "int8_wo", "fp8", "fp8_rowwise"]
 NF4_BLOCK = 64
 _SCALE_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class Trial:
     """A format to try.
 
     Attributes:
@@ -47,7 +46,7 @@ class Probe:
         double_quant: nf4: the scales are rounded too.
     """
 
-    format: ProbeFormat
+    format: TrialFormat
     block_size: int = NF4_BLOCK
     double_quant: bool = False
 
@@ -93,16 +92,16 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probed:
+class TrialResult:
     """What a format did to the model.
 
     Attributes:
-        probe: what was tried.
+        trial: what was tried.
         scores: against the 16-bit model on the held text.
         weight_error: relative L2 error of each rounded weight, layer -> error.
     """
 
-    probe: Probe
+    trial: Trial
     scores: Distribution
     weight_error: Mapping[str, float]
 
@@ -110,9 +109,9 @@ class Probed:
         """The row as JSON."""
         errors = sorted(self.weight_error.values())
         return {
-            "format": self.probe.format,
-            "label": self.probe.label,
-            "bits_per_weight": round(self.probe.bits, 3),
+            "format": self.trial.format,
+            "label": self.trial.label,
+            "bits_per_weight": round(self.trial.bits, 3),
             "layers": len(errors),
             "median_weight_error": round(float(np.median(errors)), 5),
             "max_weight_error": round(errors[-1], 5),
@@ -150,20 +149,20 @@ class _RoundedReader:
         return self.plain.tensor(name)
 
 
-def probe(
+def try_formats(
     source: Path,
-    probes: Sequence[Probe],
+    trials: Sequence[Trial],
     *,
     dtype: str,
     excluded: tuple[str, ...],
     limits: VerifyConfig,
     progress: Progress,
-) -> list[Probed]:
+) -> list[TrialResult]:
     """Score each format on the held text.
 
     Args:
         source: a 16- or 32-bit Hugging Face checkpoint.
-        probes: what to try, in this order.
+        trials: what to try, in this order.
         dtype: what stays unrounded is held in: "bfloat16" or "float16".
         excluded: globs of modules that stay at 16 bit.
         limits: text and number of tokens; nothing is judged.
@@ -178,24 +177,24 @@ def probe(
     chosen = {name: shape for name, shape in linear_modules(original).items() if not covers(excluded, name)}
     if not chosen:
         raise ConfigError("quantization.exclude leaves no layer to probe", hint="Exclude fewer modules.")
-    for each in probes:
+    for each in trials:
         _check_blocks(each, chosen)
-    roundings = [each.rounding() for each in probes]
+    roundings = [each.rounding() for each in trials]
     ids = held_ids(source, limits)
     plain = HuggingFaceReader(source, rounding=lambda _name, values: cast(values, dtype))
     baseline = build_model(source, plain, resident=False)
     expected = last_hidden(baseline, ids, "16-bit source", progress)
     found = []
-    for each, rounding in zip(probes, roundings, strict=True):
+    for each, rounding in zip(trials, roundings, strict=True):
         reader = _RoundedReader(source=original, plain=plain, excluded=excluded, rounding=rounding)
         model = build_model(source, reader, resident=False)
         hidden = last_hidden(model, ids, each.label, progress)
         scores = compare_hidden((baseline, expected), (model, hidden), ids, progress)
-        found.append(Probed(probe=each, scores=scores, weight_error=dict(reader.weight_error)))
+        found.append(TrialResult(trial=each, scores=scores, weight_error=dict(reader.weight_error)))
     return found
 
 
-def _check_blocks(each: Probe, shapes: Mapping[str, tuple[int, int]]) -> None:
+def _check_blocks(each: Trial, shapes: Mapping[str, tuple[int, int]]) -> None:
     if each.format not in ("int2", "int3", "int4_wo"):
         return
     unfit = [name for name, (_rows, columns) in shapes.items() if columns % each.block_size]
