@@ -17,7 +17,8 @@ demo: .venv/.installed  ## build the embedded model for the CPU, serve it on Tri
 	$(BIN)/trtpipe serve $(REPOSITORY) --ask "What is the capital of France?"
 
 test: .venv/.installed lint test-fast  ## every test that can run on this machine
-	$(BIN)/pytest -m "not fast"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy -n 2 --dist loadfile
+	$(BIN)/pytest -m server
 
 test-fast: .venv/.installed  ## under two minutes: no ModelOpt, no OpenVINO, no server
 	$(BIN)/pytest -m fast -n 2
