@@ -14,7 +14,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from pipeline.config import legality
-from pipeline.config.schema import BuildConfig, Gpu, LayerFormat, TargetName
+from pipeline.config.deployment import Gpu, TargetName
+from pipeline.config.schema import BuildConfig, LayerFormat
 from pipeline.quantize.foreign.convert import obstacle
 from pipeline.quantize.foreign.linear import BITS, Element, ForeignLinear, consecutive
 

@@ -15,8 +15,8 @@ from pipeline.checkpoints.architecture import Architecture
 from pipeline.checkpoints.hub import locate_data_file
 from pipeline.checkpoints.resolve import ResolvedSource, resolve
 from pipeline.config import elsewhere, legality
+from pipeline.config.formats import format_label, formats_of
 from pipeline.config.load import LoadedConfig
-from pipeline.config.rules import format_label, formats_of
 from pipeline.config.schema import BuildConfig
 from pipeline.config.variants import planned, variants
 from pipeline.core.digest import FileHasher

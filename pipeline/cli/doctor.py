@@ -91,7 +91,7 @@ def _formats() -> dict[str, dict[str, dict[str, int]]]:
     """Return format -> target -> KV cache format -> the least SM; 0 needs no GPU, absent is refused."""
     from typing import get_args
 
-    from pipeline.config import schema
+    from pipeline.config import deployment, schema
     from pipeline.config.legality import least_sm
 
     return {
@@ -101,7 +101,7 @@ def _formats() -> dict[str, dict[str, dict[str, int]]]:
                 for kv_cache in get_args(schema.KVCacheFormat)
                 if (sm := least_sm(target, name, kv_cache)) is not None
             }
-            for target in get_args(schema.TargetName)
+            for target in get_args(deployment.TargetName)
         }
         for name in get_args(schema.Format)
     }

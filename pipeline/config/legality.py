@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from pipeline.config import shapes
-from pipeline.config.rules import formats_of, layer_format
+from pipeline.config.formats import formats_of, layer_format
 from pipeline.config.schema import BuildConfig, Format
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts

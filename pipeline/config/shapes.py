@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from pipeline.config.rules import AWQ, FORMATS_OF_EXPERTS, UNQUANTIZED, covers, formats_of, is_grouped, layer_format
+from pipeline.config.formats import AWQ, FORMATS_OF_EXPERTS, UNQUANTIZED, covers, formats_of, is_grouped, layer_format
 from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 from pipeline.errors import Problem, Severity
 

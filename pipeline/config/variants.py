@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.rules import CODE_BITS
+from pipeline.config.formats import CODE_BITS
 from pipeline.config.schema import BuildConfig, Format
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config.rules import CODE_BITS, formats_of, has_groups, is_grouped, layer_format
+from pipeline.config.formats import CODE_BITS, formats_of, has_groups, is_grouped, layer_format
 from pipeline.config.schema import BuildConfig
 
 FLOAT32 = 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pipeline.config.rules import covers
+from pipeline.config.formats import covers
 from pipeline.errors import IntegrityError, Unreadable
 from pipeline.quantize.reference import LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo

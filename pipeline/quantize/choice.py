@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.rules import CODE_BITS
+from pipeline.config.formats import CODE_BITS
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize.sensitivities import WHOLE_BITS, Group, Sensitivities

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from pipeline.config.formats import AWQ, formats_of, layer_format
 from pipeline.config.legality import table
-from pipeline.config.rules import AWQ, formats_of, layer_format
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.config.shapes import split_by_overrides
 from pipeline.errors import ConfigError, Problem

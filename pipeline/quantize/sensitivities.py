@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
-from pipeline.config.rules import CODE_BITS
+from pipeline.config.formats import CODE_BITS
 from pipeline.config.schema import Format, ScoreMethod
 
 FILE = "sensitivity.json"

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.rules import covers
+from pipeline.config.formats import covers
 from pipeline.config.schema import CalibrationConfig, SparsityConfig
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress

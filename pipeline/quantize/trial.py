@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.config.rules import covers
+from pipeline.config.formats import covers
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.progress import Progress
 from pipeline.errors import ConfigError, HostError, ToolError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.rules import AWQ
+from pipeline.config.formats import AWQ
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 

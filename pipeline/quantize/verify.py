@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.formats import UNQUANTIZED
 from pipeline.config.schema import VerifyConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Progress

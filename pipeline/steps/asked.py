@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.formats import UNQUANTIZED
 from pipeline.config.schema import BuildConfig, QuantizationConfig
 from pipeline.core.artifacts import FormatChoice
 from pipeline.core.stage import StepContext

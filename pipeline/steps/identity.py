@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.resolve import resolve
-from pipeline.config.rules import AWQ, UNQUANTIZED, formats_of, has_groups
+from pipeline.config.formats import AWQ, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.schema import BuildConfig, CalibrationConfig, SourceConfig
 from pipeline.core.digest import FileHasher
 

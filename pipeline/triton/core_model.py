@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.backend_parameters import CORE_MODEL, Decision
 from pipeline.triton.launch import MOUNT
 from pipeline.triton.model_config import ModelConfig

@@ -7,7 +7,7 @@ the core model's own: `max_queue_size`.
 
 from __future__ import annotations
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.errors import ConfigError, Problem
 from pipeline.triton.model_config import ModelConfig
 

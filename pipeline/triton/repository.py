@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.host.files import link_or_copy
 from pipeline.triton import vllm_repository

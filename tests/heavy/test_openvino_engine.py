@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.schema import CalibrationConfig, EngineConfig, QuantizationConfig
+from pipeline.config.deployment import EngineConfig
+from pipeline.config.schema import CalibrationConfig, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.errors import IntegrityError, ToolError

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoints.gguf import import_gguf
-from pipeline.config.schema import CalibrationConfig, EngineConfig, QuantizationConfig
+from pipeline.config.deployment import EngineConfig
+from pipeline.config.schema import CalibrationConfig, QuantizationConfig
 from pipeline.core.artifacts import QuantizedCheckpoint, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.quantize.formats import WantedCheckpoint

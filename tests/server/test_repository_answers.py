@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.repository import emit
 from pipeline.triton.server import Server
 from tests.support.triton_repo import tiny_engine

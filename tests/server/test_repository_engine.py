@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.model_config import parse, render
 from pipeline.triton.repository import emit
 from pipeline.triton.server import Server

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.repository import emit
 from pipeline.triton.server import Server
 from tests.support.gpu_engine import llmapi_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.client import Client
 from pipeline.triton.generation import GenerationRequest
 from pipeline.triton.repository import emit

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.deployment import EngineConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.host.probe import GpuProfile, HostProfile

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.formats import formats_of
 from pipeline.config.legality import check
 from pipeline.config.load import load
-from pipeline.config.rules import formats_of
 from pipeline.config.schema import BuildConfig
 from pipeline.config.variants import planned, variants
 from pipeline.errors import ConfigError

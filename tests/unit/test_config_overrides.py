@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.formats import format_label, formats_of
 from pipeline.config.legality import check
 from pipeline.config.load import load, render
-from pipeline.config.rules import format_label, formats_of
 from pipeline.config.schema import BuildConfig, QuantizationConfig
 from pipeline.errors import ConfigError
 from tests.support.architectures import LLAMA_8B

@@ -9,7 +9,8 @@ from typing import get_args
 import pytest
 
 from pipeline.config import legality
-from pipeline.config.schema import LayerFormat, TargetName
+from pipeline.config.deployment import TargetName
+from pipeline.config.schema import LayerFormat
 from pipeline.coverage import HEADER, layouts, rows
 from tests.support.commands import trtpipe
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.schema import EngineConfig, Format, KVCacheConfig
+from pipeline.config.deployment import EngineConfig, KVCacheConfig
+from pipeline.config.schema import Format
 from pipeline.errors import ConfigError
 from pipeline.targets.openvino.choices import AUTO, ModelFacts, choose, deviations, kv_block_bytes
 

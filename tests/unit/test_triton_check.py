@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.check import check
 from pipeline.triton.check_load import Finding
 from pipeline.triton.model_config import data_type, parse, render

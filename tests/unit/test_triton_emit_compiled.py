@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import EngineConfig, ServingConfig
+from pipeline.config.deployment import EngineConfig, ServingConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.targets.tensorrt_llm import llmapi

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.launch import launch_argv
 from pipeline.triton.model_config import parse, render
 from pipeline.triton.repository import emit

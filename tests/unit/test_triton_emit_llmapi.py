@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.errors import ConfigError
 from pipeline.triton.model_config import parse
 from pipeline.triton.repository import emit

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.config.trtllm_options import BackendParameters
 from pipeline.errors import ConfigError
 from pipeline.triton.backend_parameters import FIELDS

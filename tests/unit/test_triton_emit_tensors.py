@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.triton.model_config import parse
 from pipeline.triton.repository import emit
 from tests.support.gpu_engine import llama_8b_fp8

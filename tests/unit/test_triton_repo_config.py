@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
+from pipeline.config.deployment import ServingConfig
 from pipeline.errors import ConfigError, IntegrityError
 from pipeline.triton.model_config import find_problems, parse, render, set_parameter
 from pipeline.triton.repository import MODELS, emit, templates

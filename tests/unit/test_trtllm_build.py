@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.deployment import EngineConfig
 from pipeline.errors import HostError, IntegrityError, ToolError
 from pipeline.host.probe import HostProfile
 from pipeline.targets.tensorrt_llm.engine_files import describe

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.schema import BuildConfig, EngineConfig
+from pipeline.config.deployment import EngineConfig
+from pipeline.config.schema import BuildConfig
 from pipeline.examine import with_sparse_kernels
 from pipeline.targets.tensorrt_llm.choices import choose
 from pipeline.targets.tensorrt_llm.command import build_argv

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.deployment import EngineConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.errors import IntegrityError

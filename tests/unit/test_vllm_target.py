@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pipeline.config import legality
+from pipeline.config.deployment import EngineConfig, ServingConfig
 from pipeline.config.load import load
-from pipeline.config.schema import BuildConfig, EngineConfig, ServingConfig
+from pipeline.config.schema import BuildConfig
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.errors import IntegrityError

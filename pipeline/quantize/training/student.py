@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipeline.config.rules import UNQUANTIZED
+from pipeline.config.formats import UNQUANTIZED
 from pipeline.config.schema import Format
 
 E4M3_MAX = 448.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from pipeline.config.schema import EngineConfig, Format, KVCacheFormat
+from pipeline.config.deployment import EngineConfig
+from pipeline.config.schema import Format, KVCacheFormat
 from pipeline.errors import ConfigError
 
 Setting = str | int | bool

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.config.schema import EngineConfig, Format, TargetName
+from pipeline.config.deployment import EngineConfig, TargetName
+from pipeline.config.schema import Format
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import HostError, IntegrityError, Problem, ToolError

@@ -17,8 +17,8 @@ from functools import cache
 from importlib import resources
 from typing import Final, Protocol
 
+from pipeline.config.formats import formats_of, layer_format
 from pipeline.config.legality import gpus, table
-from pipeline.config.rules import formats_of, layer_format
 from pipeline.config.schema import BuildConfig
 from pipeline.config.section import Section
 from pipeline.config.shapes import ArchitectureFacts

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from pipeline.config.schema import EngineConfig, TargetName
+from pipeline.config.deployment import EngineConfig, TargetName
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.digest import digest_json
 from pipeline.core.progress import Progress

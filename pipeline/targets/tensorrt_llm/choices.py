@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from pipeline.config.deployment import EngineConfig
 from pipeline.config.legality import gpus
-from pipeline.config.schema import EngineConfig
 from pipeline.errors import ConfigError
 from pipeline.targets.tensorrt_llm.facts import ModelFacts, QuantFacts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.deployment import EngineConfig
 from pipeline.targets.tensorrt_llm.choices import choose
 from pipeline.targets.tensorrt_llm.facts import ModelFacts, QuantFacts
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from pipeline.config.rules import formats_of
+from pipeline.config.formats import formats_of
 from pipeline.config.schema import Format, KVCacheFormat, QuantizationConfig
 
 # Names of the config -> upstream's (NVIDIA/TensorRT-LLM examples/quantization/quantize.py@c8c6df0).

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pipeline.config.schema import EngineConfig
+from pipeline.config.deployment import EngineConfig
 from pipeline.errors import HostError, Problem
 from pipeline.host.probe import HostProfile
 from pipeline.targets.tensorrt_llm.command import PROGRAM

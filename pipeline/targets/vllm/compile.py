@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from pipeline.config.deployment import EngineConfig, TargetName
 from pipeline.config.legality import gpus
-from pipeline.config.schema import EngineConfig, TargetName
 from pipeline.core.artifacts import QuantizedCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import IntegrityError

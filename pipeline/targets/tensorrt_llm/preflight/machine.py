@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from pipeline.config.rules import UNQUANTIZED, formats_of
+from pipeline.config.formats import UNQUANTIZED, formats_of
 from pipeline.errors import ConfigError
 from pipeline.host.probe import HostProfile
 from pipeline.targets.tensorrt_llm import budget

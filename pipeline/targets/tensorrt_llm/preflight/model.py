@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipeline.config.rules import UNQUANTIZED, formats_of
+from pipeline.config.formats import UNQUANTIZED, formats_of
 from pipeline.targets.tensorrt_llm import budget
 from pipeline.targets.tensorrt_llm.models import models
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning

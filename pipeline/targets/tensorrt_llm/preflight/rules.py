@@ -9,8 +9,8 @@ from importlib import resources
 
 from pydantic import Field
 
+from pipeline.config.formats import formats_of
 from pipeline.config.keys import leaves
-from pipeline.config.rules import formats_of
 from pipeline.config.section import Section
 from pipeline.errors import Severity
 from pipeline.targets.tensorrt_llm.choices import Case as EngineCase

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from pipeline.config.formats import AWQ, formats_of, layer_format
 from pipeline.config.legality import table
-from pipeline.config.rules import AWQ, formats_of, layer_format
 from pipeline.config.shapes import MAX_TENSOR_VOLUME
 from pipeline.targets.tensorrt_llm import budget
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning
