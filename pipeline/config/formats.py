@@ -22,6 +22,10 @@ CODE_BITS: Mapping[Format, int] = {
     "int8_wo": 8,
     "int4_wo": 4,
 }
+# TensorRT-LLM's loader rounds these itself and wants scales that ModelOpt does not write.
+ROUNDED_BY_BUILD: tuple[Format, ...] = ("int8_wo", "int4_wo")
+# Formats whose codes are integers.
+INTEGER: tuple[Format, ...] = ("int8_sq", "int8_wo", "int4_awq", "int4_wo")
 # Formats that search scales by the activations.
 AWQ: tuple[Format, ...] = ("int4_awq", "w4a8_awq")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.config.formats import AWQ, CODE_BITS, FORMATS_OF_EXPERTS, UNQUANTIZED, formats_of, has_groups
+from pipeline.config.formats import AWQ, CODE_BITS, FORMATS_OF_EXPERTS, INTEGER, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.keys import KEYS, leaves, value_at
 from pipeline.config.schema import BuildConfig, FinetuneConfig
 from pipeline.errors import Severity
@@ -310,7 +310,7 @@ def _without_effect(config: BuildConfig) -> Iterator[Finding]:
         "engine.num_threads": (config.engine.num_threads, target != "openvino", f"target {target}"),
         "engine.dynamic_quantization": (
             config.engine.dynamic_quantization,
-            target != "openvino" or not forms.intersection(("int8_sq", "int8_wo", "int4_awq", "int4_wo")),
+            target != "openvino" or not forms.intersection(INTEGER),
             f"target {target} and format {form}",
         ),
     }

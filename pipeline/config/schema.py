@@ -1,9 +1,9 @@
 """The build configuration: frozen models, unknown keys forbidden, names the field already uses.
 
-The sections `engine` and `serving` are in config/deployment.py. Config is pure data. It is validated once, in config/load.py, and nothing in it reads the
-environment. Laws between fields are in config/rules.py; whether a legal config is also *possible*
-(format x target x GPU x shape) is judged by config/legality.py, because that needs facts about the
-checkpoint. A field's `title` is the noun of its error messages ("'fp88' is not a format").
+The sections `engine` and `serving` are in config/deployment.py. Config is pure data. It is validated once, in
+config/load.py, and nothing in it reads the environment. Laws between fields are in config/rules.py; whether a legal
+config is also *possible* (format x target x GPU x shape) is judged by config/legality.py, because that needs facts
+about the checkpoint. A field's `title` is the noun of its error messages ("'fp88' is not a format").
 """
 
 from __future__ import annotations

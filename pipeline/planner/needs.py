@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.config.formats import CODE_BITS, formats_of, has_groups, is_grouped, layer_format
+from pipeline.config.formats import CODE_BITS, ROUNDED_BY_BUILD, formats_of, has_groups, is_grouped, layer_format
 from pipeline.config.schema import BuildConfig
 
 FLOAT32 = 4
 FLOAT16 = 2
 # Stay 16 bit in a TensorRT-LLM checkpoint: trtllm-build rounds them.
-ROUNDED_BY_BUILD = ("int8_wo", "int4_wo")
 SCALE_BITS = 32
 KV_BYTES = {"auto": 2, "fp8": 1, "int8": 1}
 # Interpreter, torch, transformers and ModelOpt loaded, nothing of the model yet (measured as RSS).

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pipeline.config.formats import AWQ, formats_of, layer_format
+from pipeline.config.formats import AWQ, ROUNDED_BY_BUILD, formats_of, layer_format
 from pipeline.config.legality import table
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.config.shapes import split_by_overrides
@@ -69,13 +69,11 @@ _TRAITS: Mapping[Format, FormatTraits] = {
     "int8_wo": FormatTraits(quantized=True),
     "int4_wo": FormatTraits(quantized=True, grouped=True),
 }
-# TensorRT-LLM's loader rounds these itself and wants scales that ModelOpt does not write.
-_ROUNDED_BY_BUILD: frozenset[Format] = frozenset({"int8_wo", "int4_wo"})
 
 
 def traits(name: Format, *, export: str) -> FormatTraits:
     """Look a format up as it is in the checkpoint layout `export`, "hf" or "trtllm"."""
-    if export == "trtllm" and name in _ROUNDED_BY_BUILD:
+    if export == "trtllm" and name in ROUNDED_BY_BUILD:
         return FormatTraits(quantized=False, rounded_by_build=True)
     return _TRAITS[name]
 

@@ -1,5 +1,6 @@
-"""The only module that imports NVIDIA ModelOpt: sparsify, quantize, calibrate, inspect and export a live model.
+"""NVIDIA ModelOpt: sparsify, quantize, calibrate, inspect and export a live model.
 
+Only this module and modelopt_search import it.
 ModelOpt prints, warns, logs (on import as well) and raises bare AssertionErrors. Here its words are kept
 from the terminal, and its known failures are turned into errors that say what to do. ModelOpt's exporters
 change the model in place: one export per loaded model.
@@ -11,11 +12,9 @@ import copy
 import io
 import json
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_ALL = 1 << 30
 ForwardLoop = Callable[["nn.Module"], None]
 
 # ModelOpt's and torch's words (lower case) -> likely cause. Seen with ModelOpt 0.47.
@@ -50,7 +48,7 @@ _TOOL_FAILURES = (
 
 
 @contextmanager
-def _guarded(doing: str) -> Iterator[None]:
+def guarded(doing: str) -> Iterator[None]:
     """Keep ModelOpt off the terminal and turn its failures into ToolError with the likely cause."""
     printed = io.StringIO()
     disabled_level = logging.root.manager.disable
@@ -77,7 +75,7 @@ def quantize_in_place(model: nn.Module, config: Mapping[str, Any], forward_loop:
     """Insert quantizers as `config` says and calibrate them with `forward_loop`; without one, the weights' only."""
     import torch
 
-    with _guarded(f"quantize ({config['algorithm']})"), torch.no_grad():
+    with guarded(f"quantize ({config['algorithm']})"), torch.no_grad():
         import modelopt.torch.quantization as mtq
 
         mtq.quantize(model, dict(config), forward_loop)
@@ -96,112 +94,16 @@ def sparsify_in_place(
     mode = {"magnitude": "sparse_magnitude", "sparsegpt": "sparsegpt"}[method]
     # The last matching glob wins: nothing, then each layer by name.
     rules: dict[str, Any] = {"*": None} | {name: {} for name in layers}
-    with _guarded(f"sparsify ({method})"), torch.no_grad():
+    with guarded(f"sparsify ({method})"), torch.no_grad():
         import modelopt.torch.sparsity as mts
 
         mts.sparsify(model, [(mode, {"nn.Linear": rules})], {"forward_loop": forward_loop, "verbose": False})
         mts.export(model)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredGroup:
-    """Layers that must share a format, and what each candidate does to the loss when only they take it.
-
-    `scores` are sums over every token that was scored, as ModelOpt defines them for the method.
-    """
-
-    layers: tuple[str, ...]
-    scores: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What `score_groups` is to try: candidate name -> quantizer config, on batches of token ids [rows, length].
-
-    Attributes:
-        candidates: by name.
-        batches: gives every batch, each time it is iterated.
-        kept: layers that stay as they are.
-        method: ModelOpt's.
-        run: feeds a batch, and returns the logits in torch's inference mode, which only kl_div scores in.
-        backward: takes a batch to the gradients of its summed loss.
-    """
-
-    candidates: Mapping[str, dict[str, Any]]
-    batches: Iterable[torch.Tensor]
-    kept: Sequence[str]
-    method: Literal["gradient", "kl_div"]
-    run: Callable[[nn.Module, torch.Tensor], torch.Tensor | None]
-    backward: Callable[[nn.Module, torch.Tensor], None]
-
-
-def score_groups(model: nn.Module, search: Search) -> list[ScoredGroup]:
-    """Calibrate every candidate and score each group of layers with it, all others at full precision.
-
-    The groups are ModelOpt's: q, k and v share a format, gate and up do. The model is not usable afterwards.
-    """
-    import torch
-
-    with _guarded(f"score layers ({search.method})"), _without_bars(), torch.no_grad():
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.quantization.algorithms import QuantRecipe
-
-        only_gradient = {"forward_backward_step": search.backward} if search.method == "gradient" else {}
-        mtq.auto_quantize(
-            model,
-            # Every format meets this budget: scores do not depend on it, and the choice is made elsewhere.
-            constraints={"effective_bits": 16.0},
-            quantization_formats=list(search.candidates.values()),
-            data_loader=search.batches,
-            forward_step=search.run,
-            disabled_layers=list(search.kept),
-            # Every batch there is: ModelOpt would calibrate AWQ with a quarter of them.
-            num_calib_steps=_ALL,
-            num_score_steps=_ALL,
-            method=search.method,
-            **only_gradient,
-        )
-        recipes = {name: QuantRecipe(quant_cfg=config, name=name) for name, config in search.candidates.items()}
-        return [
-            ScoredGroup(
-                layers=tuple(group.quant_module_names),
-                scores={name: _score(group, recipe) for name, recipe in recipes.items()},
-            )
-            for group in searched_groups(model)
-        ]
-
-
-def searched_groups(model: nn.Module) -> list[Any]:
-    """The groups of layers that a search may decide, once it has begun."""
-    from modelopt.torch.opt.utils import named_hparams
-    from modelopt.torch.quantization.algorithms import QuantRecipeHparam
-
-    found = (group for _name, group in named_hparams(model, unique=True) if isinstance(group, QuantRecipeHparam))
-    return [group for group in found if group.is_configurable]
-
-
 def is_quantizing(module: nn.Module) -> bool:
     """Whether any quantizer within a module is on."""
     return any(getattr(inner, "is_enabled", False) for inner in module.modules())
-
-
-def _score(group: Any, recipe: Any) -> float:  # noqa: ANN401 - QuantRecipeHparam and QuantRecipe
-    """The score as it was measured: ModelOpt's own table lowers it to that of a narrower candidate, and sums a set."""
-    parts = group._importance_dict[recipe].values()  # noqa: SLF001 - ModelOpt offers no public way
-    return math.fsum(float(part) for part in parts if part is not None)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep the search's progress bars off the terminal: they write to stderr, where our own progress speaks."""
-    from modelopt.torch.quantization import algorithms
-
-    drawn = algorithms.tqdm
-    algorithms.tqdm = lambda iterable, **_options: iterable
-    try:
-        yield
-    finally:
-        algorithms.tqdm = drawn
 
 
 def insert(model: nn.Module, config: Mapping[str, Any]) -> None:
@@ -217,7 +119,7 @@ def measure_weights(model: nn.Module) -> None:
     for quantizer in weight_quantizers(model).values():
         for stage in stages(quantizer):
             stage.reset_amax()
-    with _guarded("measure weights"), torch.no_grad():
+    with guarded("measure weights"), torch.no_grad():
         import modelopt.torch.quantization as mtq
 
         mtq.calibrate(model, algorithm="max", forward_loop=None)
@@ -227,7 +129,7 @@ def smooth(layer: nn.Module, scale: torch.Tensor) -> None:
     """Give a layer the pre-quant scale p [in] that a calibration found, as ModelOpt does: W becomes W / p."""
     import torch
 
-    with _guarded("smooth"), torch.no_grad():
+    with guarded("smooth"), torch.no_grad():
         from modelopt.torch.quantization.model_calib import apply_pre_quant_scale_and_smooth
 
         apply_pre_quant_scale_and_smooth(layer, scale)
@@ -352,7 +254,7 @@ def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: 
         Content of hf_quant_config.json; None when nothing is quantized.
     """
     described: dict[str, Any] | None = None
-    with _guarded("describe the Hugging Face checkpoint"):
+    with guarded("describe the Hugging Face checkpoint"):
         from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
         from modelopt.torch.export.quant_utils import get_quant_config
 
@@ -377,7 +279,7 @@ def export_hf(model: nn.Module, directory: Path) -> None:
     """
     import torch
 
-    with _guarded("export the Hugging Face checkpoint"), torch.no_grad():
+    with guarded("export the Hugging Face checkpoint"), torch.no_grad():
         from modelopt.torch.export import export_hf_checkpoint
 
         export_hf_checkpoint(model, dtype=next(model.parameters()).dtype, export_dir=directory, max_shard_size="4GB")
@@ -395,7 +297,7 @@ def export_trtllm(
     """Write the TensorRT-LLM checkpoint; `decoder` is ModelOpt's name of the family, such as "llama"."""
     import torch
 
-    with _guarded("export the TensorRT-LLM checkpoint"), torch.no_grad():
+    with guarded("export the TensorRT-LLM checkpoint"), torch.no_grad():
         from modelopt.torch.export import export_tensorrt_llm_checkpoint
 
         export_tensorrt_llm_checkpoint(

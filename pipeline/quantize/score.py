@@ -24,7 +24,7 @@ from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Advance, Progress
 from pipeline.errors import ToolError
 from pipeline.quantize import calibration as text
-from pipeline.quantize import modelopt, sensitivities
+from pipeline.quantize import modelopt, modelopt_search, sensitivities
 from pipeline.quantize.formats import check_group_size, layer_formats, search_config, traits
 from pipeline.quantize.sensitivities import Group, Sensitivities
 from pipeline.quantize.source_model import load_model, quiet_transformers, read_config, read_layout
@@ -151,12 +151,12 @@ class _Feed:
 
 def _search(
     model: nn.Module, kept: list[str], quantization: QuantizationConfig, feed: _Feed
-) -> list[modelopt.ScoredGroup]:
+) -> list[modelopt_search.ScoredGroup]:
     """Let ModelOpt score every candidate; its groups come in model order."""
     auto = quantization.auto
     with ExitStack() as stack:
         measured = _Measured(model, feed, stack, head_searched="lm_head" not in kept)
-        search = modelopt.Search(
+        search = modelopt_search.Search(
             candidates={name: search_config(quantization, name) for name in auto.candidates},
             batches=feed,
             kept=kept,
@@ -164,7 +164,7 @@ def _search(
             run=measured.run,
             backward=_backward,
         )
-        return modelopt.score_groups(model, search)
+        return modelopt_search.score_groups(model, search)
 
 
 def _backward(model: nn.Module, batch: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class _Measured:
 
     def _begin(self) -> Advance:
         """At the first pass that scores: count the passes, and keep outputs from now on."""
-        groups = modelopt.searched_groups(self.model)
+        groups = modelopt_search.searched_groups(self.model)
         passes = len(self.feed.batches) * (1 + sum(len(group.choices) - 1 for group in groups))
         self.advance = self.stack.enter_context(self.feed.progress.track("score layers", passes, "passes"))
         for number, layer in enumerate(self.decoder):

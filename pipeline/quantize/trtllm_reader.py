@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config.formats import ROUNDED_BY_BUILD
 from pipeline.errors import IntegrityError
 from pipeline.quantize.checkpoint_reader import (
     CODES,
@@ -30,9 +31,6 @@ from pipeline.quantize.trtllm_layout import Layout, Place
 # Stored suffixes that hold one number per output (and perhaps per group of inputs), or one per input.
 _PER_INPUT = "prequant_scaling_factor"
 _SCALAR_SIZE = 1
-
-
-_ROUNDED_BY_BUILD: frozenset[LinearFormat] = frozenset({"int8_wo", "int4_wo"})
 
 
 class TensorRTLLMReader:
@@ -64,7 +62,7 @@ class TensorRTLLMReader:
         # By stored names, which count layers from 0 on every pipeline rank.
         self.declared = Declared.of(self.quantization, listed, directory / "config.json")
         # The weights of these are 16 bit in the file; trtllm-build rounds them when it loads them.
-        rounded = self.declared.format in _ROUNDED_BY_BUILD
+        rounded = self.declared.format in ROUNDED_BY_BUILD
         self.format: CheckpointFormat = "float" if rounded else self.declared.format
         self.group_size: int | None = self.declared.group_size if self.format in {*PACKED, "mixed"} else None
         self.excluded = self.declared.excluded

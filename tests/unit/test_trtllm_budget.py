@@ -17,8 +17,8 @@ from pipeline.targets.tensorrt_llm.budget import (
     max_num_tokens,
     max_seq_len,
     usable_bytes,
-    weight_bytes,
 )
+from pipeline.targets.tensorrt_llm.weights import weight_bytes
 from tests.support.model_facts import NAMES, model_facts
 from tests.support.trtllm_cases import LLAMA_2_7B, LLAMA_3_1_8B, LLAMA_3_3_70B, QWEN3_32B, decoder, gpu_config
 

@@ -9,8 +9,8 @@ import pytest
 from pipeline.config.legality import check
 from pipeline.config.schema import BuildConfig
 from pipeline.quantize.trtllm_config import Ranks, checkpoint_config, layer_config
-from pipeline.targets.tensorrt_llm.budget import weight_bytes
 from pipeline.targets.tensorrt_llm.facts import QuantFacts
+from pipeline.targets.tensorrt_llm.weights import weight_bytes
 from tests.support.architectures import LLAMA_8B
 from tests.support.model_facts import model_facts
 

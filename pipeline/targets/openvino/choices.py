@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from pipeline.config.deployment import EngineConfig
+from pipeline.config.formats import INTEGER
 from pipeline.config.schema import Format, KVCacheFormat
 from pipeline.errors import ConfigError
 
@@ -22,7 +23,6 @@ _U8_SCALE_BYTES = 8
 GIB = 1 << 30
 # Leaves a property to OpenVINO on the machine that serves.
 AUTO = "auto"
-INTEGER_FORMATS = frozenset({"int8_sq", "int8_wo", "int4_awq", "int4_wo"})
 # Device properties under which an engine computes what the dequantized model computes in float32 torch.
 EXACT_PROPERTIES: dict[str, Setting] = {
     "INFERENCE_PRECISION_HINT": "f32",
@@ -122,7 +122,7 @@ def _device_choices(engine: EngineConfig, formats: Collection[Format], kv_cache:
 
 
 def _precision_choices(formats: Collection[Format], *, dynamic: bool) -> list[Choice]:
-    if INTEGER_FORMATS.intersection(formats):
+    if set(INTEGER).intersection(formats):
         return [
             Choice(
                 what="INFERENCE_PRECISION_HINT",

@@ -9,56 +9,18 @@ Context parallelism is taken to save nothing.
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Final, Protocol
+from typing import Final
 
-from pipeline.config.formats import formats_of, layer_format
-from pipeline.config.legality import gpus, table
+from pipeline.config.formats import formats_of
+from pipeline.config.legality import gpus
 from pipeline.config.schema import BuildConfig
-from pipeline.config.section import Section
-from pipeline.config.shapes import ArchitectureFacts
+from pipeline.targets.tensorrt_llm.budget_constants import constants
+from pipeline.targets.tensorrt_llm.weights import ELEMENT_BYTES, Model, kv_heads, weight_bytes
 
 GIB: Final = 2**30
-_LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
-_ELEMENT_BYTES: Final = 2
 _KV_BYTES: Final = {"auto": 2, "fp8": 1, "int8": 1}
-
-
-class Model(ArchitectureFacts, Protocol):
-    """What the budget wants to know about a model; checkpoints/architecture.py provides it."""
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """How a quantized linear is stored: bits per weight, bytes per output (and group), bytes per input."""
-
-    bits: int
-    row_bytes: int = 0
-    column_bytes: int = 0
-    grouped: bool = False
-
-
-# Parameters of the engine's layers (NVIDIA/TensorRT-LLM tensorrt_llm/quantization/layers.py@b171e87);
-# scales of the whole tensor, a few bytes, are left out. 16-bit formats have no row.
-_LAYOUTS: Final = {
-    "fp8": _Layout(bits=8),
-    "fp8_rowwise": _Layout(bits=8, row_bytes=4),
-    "int8_sq": _Layout(bits=8, row_bytes=4, column_bytes=2),
-    "int8_wo": _Layout(bits=8, row_bytes=2),
-    "int4_wo": _Layout(bits=4, row_bytes=2),
-    "int4_awq": _Layout(bits=4, row_bytes=2, column_bytes=2, grouped=True),
-    "w4a8_awq": _Layout(bits=4, row_bytes=2, column_bytes=2, grouped=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,48 +115,6 @@ class Budget:
         }
 
 
-class Estimate(Section):
-    """Factors or bytes by number of GPUs, and where they were read."""
-
-    source: str
-    dense: Mapping[int, float] = {}
-    experts: Mapping[int, float] = {}
-    bytes: Mapping[int, int] | int = 0
-
-
-class Shares(Section):
-    """Default shares of free memory."""
-
-    kv_cache: float
-    lora_cache: float
-    source: str
-
-
-class Shared(Section):
-    """Architectures with a property."""
-
-    architectures: frozenset[str]
-    source: str
-
-
-class Constants(Section):
-    """budget.toml."""
-
-    usable: Mapping[str, float | str]
-    activation: Estimate
-    communication: Estimate
-    runtime: Estimate
-    fraction: Shares
-    shared_head: Shared
-
-
-@cache
-def constants() -> Constants:
-    """Read budget.toml."""
-    text = resources.files("pipeline.targets.tensorrt_llm").joinpath("budget.toml").read_text("utf-8")
-    return Constants.model_validate(tomllib.loads(text))
-
-
 def usable_bytes(gpu: str, memory_gb: int) -> int:
     """Bytes that a process can allocate on a GPU sold with `memory_gb` GB."""
     return int(memory_gb * GIB * float(constants().usable[gpus()[gpu].architecture]))
@@ -245,56 +165,8 @@ def kv_bytes_per_token(config: BuildConfig, model: Model) -> int:
     if config.engine.kv_cache.type == "disabled":
         return 0
     layers = -(-model.num_hidden_layers // config.engine.pipeline_parallel_size)
-    heads = _kv_heads(config, model)
+    heads = kv_heads(config, model)
     return 2 * layers * heads * model.head_dim * _KV_BYTES[config.quantization.kv_cache]
-
-
-def weight_bytes(config: BuildConfig, model: Model) -> int:
-    """Weights with their scales on the fullest pipeline rank, as the engine holds them."""
-    pipeline, tensor = config.engine.pipeline_parallel_size, config.engine.tensor_parallel_size
-    stages = [0] * pipeline
-    per_stage = -(-model.num_hidden_layers // pipeline)
-    for name, shape in model.linears.items():
-        layer = _LAYER.search(name)
-        if layer:
-            stages[min(int(layer[1]) // per_stage, pipeline - 1)] += _linear_bytes(config, model, name, shape)
-    norms = 2 * model.hidden_size * _ELEMENT_BYTES
-    stages = [size + per_stage * norms for size in stages]
-    stages[-1] += norms // 2
-    rows = -(-model.vocab_size // tensor)
-    head = rows * model.hidden_size * _ELEMENT_BYTES
-    stages[0] += head
-    shared = model.tie_word_embeddings and pipeline == 1
-    if not (shared and model.architecture in constants().shared_head.architectures):
-        stages[-1] += head
-    return max(stages)
-
-
-def _linear_bytes(config: BuildConfig, model: Model, name: str, shape: tuple[int, int]) -> int:
-    """Bytes of one linear on one tensor parallel rank, scales included."""
-    out_features, in_features = _rank_shape(config, model, name, shape)
-    quantization = config.quantization
-    form = layer_format(quantization, name)
-    layout = None if form is None else _LAYOUTS.get(form)
-    if layout is None:
-        return out_features * in_features * _ELEMENT_BYTES
-    groups = -(-in_features // quantization.group_size) if layout.grouped else 1
-    scales = groups * out_features * layout.row_bytes + in_features * layout.column_bytes
-    return out_features * in_features * layout.bits // 8 + scales
-
-
-def _rank_shape(config: BuildConfig, model: Model, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    out_features, in_features = shape
-    tensor, last = config.engine.tensor_parallel_size, name.rpartition(".")[2]
-    if last in ("k_proj", "v_proj"):
-        return _kv_heads(config, model) * model.head_dim, in_features
-    if last in table().row_parallel.names:
-        return out_features, -(-in_features // tensor)
-    return -(-out_features // tensor), in_features
-
-
-def _kv_heads(config: BuildConfig, model: Model) -> int:
-    return max(1, -(-model.num_key_value_heads // config.engine.tensor_parallel_size))
 
 
 def _filled(config: BuildConfig, model: Model, gpu: str, memory_gb: int | None, capacity: int) -> Budget:
@@ -359,7 +231,7 @@ def _rows(config: BuildConfig, model: Model) -> list[Row]:
         ),
         Row(
             what="prompt table",
-            n_bytes=build.max_prompt_embedding_table_size * model.hidden_size * _ELEMENT_BYTES,
+            n_bytes=build.max_prompt_embedding_table_size * model.hidden_size * ELEMENT_BYTES,
             how="max_prompt_embedding_table_size rows of 16 bit",
         ),
         Row(

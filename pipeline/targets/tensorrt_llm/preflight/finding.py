@@ -10,7 +10,7 @@ from pipeline.config.legality import gpus
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import Problem
 from pipeline.host.probe import HostProfile
-from pipeline.targets.tensorrt_llm import budget
+from pipeline.targets.tensorrt_llm import weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Rope(Protocol):
         ...
 
 
-class Model(budget.Model, Protocol):
+class Model(weights.Model, Protocol):
     """What the checks want to know about a model; checkpoints/architecture.py provides it."""
 
     @property

@@ -11,6 +11,7 @@ from pipeline.host.probe import HostProfile
 from pipeline.targets.tensorrt_llm import budget
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning
 from pipeline.targets.tensorrt_llm.toolchains import Toolchain, check_host, find
+from pipeline.targets.tensorrt_llm.weights import weight_bytes
 
 _TAG = re.compile(r":(\d\d\.\d\d)-trtllm-python-py3(?:@|$)")
 # Host memory of a build as a multiple of the checkpoint: triton_cli@7f448b2 asks for 48 GB for 16 GB.
@@ -99,7 +100,7 @@ def _build_memory(case: Case, host: HostProfile) -> Iterator[Finding]:
         message = f"{workers} workers need a GPU each, and this machine has {len(host.gpus)}; upstream caps them."
         yield warning("TL27", key, message, f"Use {len(host.gpus)} or less.")
     at_once = min(workers, len(host.gpus), case.world_size)
-    rank, have = budget.weight_bytes(case.config, case.model), host.memory_total_bytes
+    rank, have = weight_bytes(case.config, case.model), host.memory_total_bytes
     need = at_once * (rank + BUILDER_BYTES)
     if have < need:
         fitting = have // (rank + BUILDER_BYTES)
@@ -121,7 +122,7 @@ def _on_one_rank(case: Case, changes: Mapping[str, object]) -> int:
     engine = case.config.engine.model_copy(update={"tensor_parallel_size": 1, "pipeline_parallel_size": 1})
     quantization = case.config.quantization.model_copy(update=changes)
     config = case.config.model_copy(update={"engine": engine, "quantization": quantization})
-    return budget.weight_bytes(config, case.model)
+    return weight_bytes(config, case.model)
 
 
 def _gib(n_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.formats import UNQUANTIZED, formats_of
-from pipeline.targets.tensorrt_llm import budget
+from pipeline.targets.tensorrt_llm.budget_constants import constants
 from pipeline.targets.tensorrt_llm.models import models
 from pipeline.targets.tensorrt_llm.preflight.finding import Case, Finding, error, warning
 
@@ -67,7 +67,7 @@ def _rope(case: Case) -> Iterator[Finding]:
 
 def _tied(case: Case) -> Iterator[Finding]:
     """A shared lm_head is missing on the last pipeline rank (NVIDIA/TensorRT-LLM#1733)."""
-    shared = case.model.architecture in budget.constants().shared_head.architectures
+    shared = case.model.architecture in constants().shared_head.architectures
     if case.model.tie_word_embeddings and shared and case.config.engine.pipeline_parallel_size > 1:
         message = (
             f"{case.model.architecture} shares lm_head with the embedding and the checkpoint holds it once, on the "
