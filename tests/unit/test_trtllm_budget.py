@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoints.architecture import Architecture
@@ -252,6 +252,7 @@ SIZES = {
 }
 
 
+@settings(deadline=None)
 @given(**SIZES)
 def test_more_tensor_parallelism_never_needs_more_weights_activations_or_kv(
     form: str, tokens: int, layers: int, hidden: int, heads: int
@@ -267,6 +268,7 @@ def test_more_tensor_parallelism_never_needs_more_weights_activations_or_kv(
         before = rows
 
 
+@settings(deadline=None)
 @given(**SIZES)
 def test_narrower_formats_and_fewer_tokens_never_need_more(
     form: str, tokens: int, layers: int, hidden: int, heads: int
@@ -277,6 +279,7 @@ def test_narrower_formats_and_fewer_tokens_never_need_more(
     assert budget(_engine(1, form, tokens), model).used <= budget(_engine(1, form, 2 * tokens), model).used
 
 
+@settings(deadline=None)
 @given(fraction=st.floats(0.01, 1), gib=st.integers(1, 200))
 def test_pool_never_takes_more_than_its_share_and_tokens_never_more_than_the_pool(fraction: float, gib: int) -> None:
     """Whatever the memory and the fraction are."""
