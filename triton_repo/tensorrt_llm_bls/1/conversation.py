@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from _shared.tensors import refuse, scalar, strings
 from _shared.token_text import TextDecoder
 from _shared.tokenizer_dir import TokenizerDirectory
+from core_streams import CoreStreams
 from stream_text import StreamText
 
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -96,6 +97,7 @@ class Deployment:
     tokenizer: TokenizerDirectory
     eos_ids: frozenset[int]
     exclude_input: bool
+    core_streams: CoreStreams
 
 
 @dataclass
@@ -215,12 +217,13 @@ class Conversation:
         return [tensor for tensor in tensors if tensor is not None]
 
     def _core(self, inputs: list[Any]) -> Iterator[Any]:
-        responses: Iterator[Any] = pb_utils.InferenceRequest(
+        request = pb_utils.InferenceRequest(
             model_name=self._deployment.core_model,
             request_id=self._request_id,
             inputs=inputs,
             requested_output_names=sorted((self._wanted - _OURS) | _ALWAYS_FROM_CORE),
-        ).exec(decoupled=True)
+        )
+        responses = self._deployment.core_streams.read(request)
         return (response for response in responses if response.has_error() or response.output_tensors())
 
     def _stop_core(self) -> None:

@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from _shared.tensors import InvalidRequestError, Parameters, failure, invalid
 from _shared.tokenizer_dir import TokenizerDirectory
 from conversation import CallFailedError, Conversation, Deployment
+from core_streams import CoreStreams
 
 _CANCELLATION_CHECK_PERIOD_MS = 100
 
@@ -37,6 +38,7 @@ class TritonPythonModel:
             ),
             eos_ids=frozenset(parameters.ids("eos_token_ids")),
             exclude_input=parameters.flag("exclude_input_in_output", default=False),
+            core_streams=CoreStreams(),
         )
         self._open: dict[str, Conversation] = {}
         self._open_lock = threading.Lock()
@@ -75,8 +77,9 @@ class TritonPythonModel:
                 del self._open[request_id]
 
     def _watch_clients(self, period_s: float) -> None:
-        """Cancel what nobody waits for any more."""
+        """Cancel what nobody waits for any more, and let go of what has ended."""
         while not self._stopping.wait(period_s):
+            self._deployment.core_streams.release()
             with self._open_lock:
                 conversations = list(self._open.values())
             for conversation in conversations:
