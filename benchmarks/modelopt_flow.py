@@ -71,7 +71,7 @@ def theirs(asked: argparse.Namespace, text: Path, out: Path) -> tuple[float, flo
 
 def ours(asked: argparse.Namespace, text: Path, out: Path) -> tuple[float, float]:
     """Calibrate and quantize, as a build does; returns when the imports were done and when all was."""
-    import transformers  # noqa: F401 - imported here, so that it is not counted below
+    import transformers  # noqa: F401 - these are imported here, so that they are not counted below, as theirs are not
 
     from pipeline.config.schema import CalibrationConfig, QuantizationConfig
     from pipeline.core.artifacts import Calibration, SourceCheckpoint

@@ -3,13 +3,13 @@
 The text's activations are carried from one decoder layer to the next, computed by the source's own float32
 weights: every layer is calibrated on what reaches it in the source model. ModelOpt's algorithms work the same
 way within one model (quantizers observe and pass on what they were given), so the result is the whole
-model's. One layer is in memory at a time.
+model's. A few small layers are in memory at a time, or one large one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -24,8 +24,8 @@ from pipeline.errors import Problem, ToolError
 from pipeline.quantize import calibration as text
 from pipeline.quantize import experts, modelopt, probes
 from pipeline.quantize.export import write_json
-from pipeline.quantize.formats import algorithm, observes, quantizer_config, traits
-from pipeline.quantize.layered import LayeredModel
+from pipeline.quantize.formats import algorithm, by_glob, observes, quantizer_config, traits
+from pipeline.quantize.layered import LayeredModel, linear_names
 from pipeline.quantize.pieces import Pieces, discard, join
 from pipeline.quantize.source_model import quiet_transformers
 
@@ -68,7 +68,7 @@ def calibrate(
     observed = kv_ranges or any(observes(form) for form in formats.values())
     rows = _draw(source.path, calibration, progress, observed=observed)
     out.mkdir(parents=True, exist_ok=True)
-    kept = Pieces(resume or out / "unfinished")
+    kept = Pieces(resume or out / "unfinished", durable=resume is not None)
     with quiet_transformers():
         model = LayeredModel.open(source.path)
         progress.note(f"calibrate on {model.device}, layer by layer: {model.why}")
@@ -144,15 +144,26 @@ class _Work:
         first = self._continue()
         with self.progress.track("calibrate", len(self.parts), "layers") as advance:
             advance(first)
-            for index in range(first, self.model.count):
-                formats = {name: form for name, form in self.formats.items() if self.model.inside(index, name)}
-                if self.model.head in self.formats and index == self.model.count - 1:
-                    self._layer(index, {self.model.head: self.formats[self.model.head]}, part="head", head=True)
+            tokens = sum(len(row) for batch in self.batches for row in batch)
+            for indices in self.model.groups(range(first, self.model.count), self._alike, tokens=tokens):
+                if self.model.head in self.formats and indices[-1] == self.model.count - 1:
+                    self._layers(indices, head=True)
                     advance(1)
-                self.hidden = self._layer(index, formats, part=f"{index:05d}")
+                self.hidden = self._layers(indices)
                 if self.resumable:
-                    self._keep(index + 1)
-                advance(1)
+                    self._keep(indices[-1] + 1)
+                advance(len(indices))
+
+    def _alike(self, index: int) -> Hashable:
+        """What is equal for neighbouring layers that can be calibrated as one model."""
+        if self.quantization.awq == "full" and any(self.formats[name] in AWQ for name in self._named([index])):
+            return index  # clipping is searched on what smoothed layers compute, not on what the source's do
+        before_head = self.model.head in self.formats and index == self.model.count - 1
+        return self.model.kind(index, self.formats), before_head
+
+    def _named(self, indices: Sequence[int]) -> list[str]:
+        """The quantized linear layers of some decoder layers."""
+        return [name for name in self.formats if any(self.model.inside(index, name) for index in indices)]
 
     def _continue(self) -> int:
         """Take up the activations that an interrupted run kept, or start; return the layer to do next."""
@@ -172,20 +183,22 @@ class _Work:
         tensors = {f"{number:06d}": hidden for number, hidden in enumerate(self.hidden)}
         self.kept.write(_HIDDEN, tensors, {"next": str(done)})
 
-    def _layer(self, index: int, formats: Mapping[str, Format], *, part: str, head: bool = False) -> list[torch.Tensor]:
-        """Calibrate one layer (or the head behind it), keep what was found and return what leaves it."""
-        watch = _Watch(self.model, index, self.hidden, formats, head=head, note=self.progress.note)
+    def _layers(self, indices: Sequence[int], *, head: bool = False) -> list[torch.Tensor]:
+        """Calibrate layers (or the head behind them), keep what was found and return what leaves them."""
+        formats = {name: self.formats[name] for name in ([self.model.head] if head else self._named(indices))}
+        watch = _Watch(self.model, indices, self.hidden, formats, head=head, note=self.progress.note)
         state: Tensors = {}
         for form, kv_ranges in self._passes(formats, kv_ranges=self.kv_ranges and not head):
             chosen = {name: given for name, given in formats.items() if given == form}
-            config = quantizer_config(self.quantization, chosen, kv_scales=kv_ranges)
             how = "max" if form is None else algorithm(form, self.quantization)
             watch.averages = form in AWQ
-            with self.model.borrow(index, head=head) as live:
+            with self.model.borrow(indices, head=head) as live:
+                named = by_glob(chosen, linear_names(live))
+                config = quantizer_config(self.quantization, named, kv_scales=kv_ranges)
                 modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
                 state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)
         if not watch.left:
-            with self.model.borrow(index, head=head) as live:
+            with self.model.borrow(indices, head=head) as live:
                 watch.feed(live)
         ranged = [name for name, form in formats.items() if traits(form, export="hf").static_activations]
         watch.widest |= experts.lend_missing(watch.widest, ranged, widest=True)
@@ -193,9 +206,18 @@ class _Work:
         state |= {f"{name}.input_amax": amax for name, amax in watch.widest.items()}
         _check_observed(state, formats, expects_kv=self.kv_ranges and not head)
         tokens = {name: watch.tokens.get(name, 0) for name in formats}
-        self.kept.write(f"state-{part}", dict(sorted(state.items())), {"tokens": json.dumps(tokens)})
-        self.kept.write(f"inputs-{part}", {f"{name}.input": rows for name, rows in sorted(watch.rows.items())})
+        for part in ["head"] if head else [f"{index:05d}" for index in indices]:
+            prefix = f"{self.model.head}." if head else f"{self.model.layer_name(int(part))}."
+            self._keep_part(part, prefix, state, watch.rows, tokens)
         return watch.left
+
+    def _keep_part(self, part: str, prefix: str, state: Tensors, rows: Tensors, tokens: Mapping[str, int]) -> None:
+        """Keep what was found of one decoder layer, or of the head."""
+        mine = {name: tensor for name, tensor in sorted(state.items()) if name.startswith(prefix)}
+        counted = {name: count for name, count in tokens.items() if f"{name}.".startswith(prefix)}
+        self.kept.write(f"state-{part}", mine, {"tokens": json.dumps(counted)})
+        inputs = {f"{name}.input": found for name, found in sorted(rows.items()) if f"{name}.".startswith(prefix)}
+        self.kept.write(f"inputs-{part}", inputs)
 
     def _passes(self, formats: Mapping[str, Format], *, kv_ranges: bool) -> list[tuple[Format | None, bool]]:
         """Each format that observes, and whether keys and values are measured with it; None is for them alone.
@@ -213,16 +235,16 @@ _CLIPPING = ("awq_clip", "awq_full")
 
 
 class _Watch:
-    """Feeds a layer with what reaches it, and sees what is said of its linear layers the first time.
+    """Feeds layers with what reaches them, and sees what is said of their linear layers the first time.
 
-    ModelOpt asks once or twice for the data. The first time, quantizers only observe: what leaves the layer then is
-    what leaves it in the source model, and goes on to the next one.
+    ModelOpt asks once or twice for the data. The first time, quantizers only observe: what leaves the layers then is
+    what leaves them in the source model, and goes on to the next ones.
     """
 
     def __init__(
         self,
         model: LayeredModel,
-        index: int,
+        indices: Sequence[int],
         entering: Sequence[torch.Tensor],
         formats: Mapping[str, Format],
         *,
@@ -234,11 +256,11 @@ class _Watch:
         self.rows: Tensors = {}
         self.widest: Tensors = {}
         self.tokens: dict[str, int] = {}
-        self._model, self._index, self._entering, self._formats, self._head = model, index, entering, formats, head
+        self._model, self._indices, self._entering, self._formats, self._head = model, indices, entering, formats, head
         self._note = note
 
     def feed(self, live: nn.Module) -> None:
-        """Run all data through the one-layer model; ModelOpt calls this."""
+        """Run all data through the layers; ModelOpt calls this."""
         if self.left:
             for hidden in self._entering:
                 self._run(live, hidden)
@@ -248,7 +270,7 @@ class _Watch:
                 self.left.append(self._run(live, hidden))
 
     def _run(self, live: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Run sequences through the layer; what does not fit into memory goes in halves.
+        """Run sequences through the layers; what does not fit into memory goes in halves.
 
         The widest of two halves is the widest. AWQ averages over passes, so each of its passes goes whole or fails.
         """
@@ -256,7 +278,7 @@ class _Watch:
 
         counted = dict(self.tokens)
         try:
-            return self._model.run(live, self._index, hidden, head=self._head)
+            return self._model.run(live, self._indices, hidden, head=self._head)
         except (MemoryError, torch.OutOfMemoryError):
             self.tokens = counted
             if self.averages or len(hidden) == 1:

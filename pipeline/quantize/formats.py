@@ -5,6 +5,8 @@ Pure data and arithmetic: layers come in as name -> (out, in), configs go out as
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,6 +249,26 @@ def quantizer_config(
         kv = _INT8_PER_TENSOR if quantization.kv_cache == "int8" else _E4M3_PER_TENSOR
         entries.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": dict(kv)})
     return {"quant_cfg": entries, "algorithm": None}
+
+
+def by_glob(formats: Mapping[str, Format], linears: Iterable[str]) -> dict[str, Format]:
+    """The same formats in fewer entries: one for all layers whose names differ in numbers alone, where it is exact.
+
+    ModelOpt matches every entry against every module.
+
+    Args:
+        formats: layer -> format.
+        linears: every linear layer of the model, so that no glob matches one that is not meant.
+    """
+    known = tuple(linears)
+    alike: dict[tuple[str, Format], list[str]] = {}
+    for name, form in formats.items():
+        alike.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), form), []).append(name)
+    found: dict[str, Format] = {}
+    for (glob, form), names in alike.items():
+        exact = set(fnmatch.filter(known, glob)) == set(names)
+        found |= dict.fromkeys([glob] if exact else names, form)
+    return found
 
 
 def whole_model_config(

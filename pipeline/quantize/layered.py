@@ -1,15 +1,17 @@
-"""The source model, one decoder layer at a time: what is in memory is one layer, whatever the model's size.
+"""The source model, a few decoder layers at a time: what is in memory is bounded, whatever the model's size.
 
-The whole model exists as a skeleton without weights. `one_layer` makes a model of the same family that has a
-single decoder layer with its real weights, under its real name, and everything ModelOpt and transformers
-expect of a model around it: embedding and head are small stand-ins, since nothing of theirs is looked at.
-Running that layer on the activations that reach it computes what the whole model computes there.
+The whole model exists as a skeleton without weights. `excerpt` makes a model of the same family that has some
+decoder layers with their real weights, under their real names, and everything ModelOpt and transformers
+expect of a model around them: embedding and head are small stand-ins, since nothing of theirs is looked at.
+Running those layers on the activations that reach them computes what the whole model computes there.
+Small layers are taken together (`groups`), because what ModelOpt does to a model costs the same for one layer
+as for many; a layer of a large model is alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from pipeline.config.schema import Format
 from pipeline.errors import BadSafetensors, ConfigError, Problem
 from pipeline.quantize.source_model import choose_device, read_config
 from pipeline.quantize.tensor_files import TensorFiles
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SMALL_VOCABULARY = 64  # of the stand-ins; TensorRT-LLM pads to multiples of it
+_WORK_TOGETHER = 2**38  # weights times tokens: some seconds of a CPU's time for one pass
+_TOGETHER = 2**26  # weights in memory at once, where one layer has not more by itself: 256 MiB in float32
 
 
 class _Reached(Exception):
@@ -112,7 +117,7 @@ class LayeredModel:
         """Every module's name."""
         return [name for name, _module in self.skeleton.named_modules() if name]
 
-    @property
+    @cached_property
     def head(self) -> str:
         """Name of the output head."""
         return self._name(self._causal.get_output_embeddings())
@@ -144,19 +149,45 @@ class LayeredModel:
         """Whether a module or tensor belongs to decoder layer `index`."""
         return name.startswith(f"{self.layers}.{index}.")
 
+    def groups(self, indices: Iterable[int], alike: Callable[[int], Hashable], *, tokens: int = 0) -> list[list[int]]:
+        """Decoder layers, in their order, that are to be in memory together: neighbours that are alike.
+
+        Args:
+            indices: the layers.
+            alike: layers may be together for which this is equal.
+            tokens: that go through them; where many do, the time of a run is in them, and shorter ones can be resumed.
+        """
+        groups: list[list[int]] = []
+        size, before = 0, None
+        for index in indices:
+            layer = self.skeleton.get_submodule(self.layer_name(index))
+            weights = sum(parameter.numel() for parameter in layer.parameters())
+            kind, size = alike(index), size + weights
+            if not groups or kind != before or size > _TOGETHER or size * tokens > _WORK_TOGETHER:
+                groups.append([])
+                before, size = kind, weights
+            groups[-1].append(index)
+        return groups
+
+    def kind(self, index: int, formats: Mapping[str, Format]) -> tuple[tuple[str, Format | None], ...]:
+        """The linear layers of a decoder layer, by their names within it, and their formats."""
+        prefix = f"{self.layer_name(index)}."
+        names = [name for name in self.linears if name.startswith(prefix)]
+        return tuple((name.removeprefix(prefix), formats.get(name)) for name in names)
+
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Read a tensor into memory and cast it."""
         return _widen(self.files, name, np.array(self.files.raw(name))).to(dtype)
 
-    def one_layer(self, index: int, *, dtype: str = "float32", head: bool = False) -> Any:  # noqa: ANN401 - see above
-        """A model whose only decoder layer is the source's layer `index`, on the device, for evaluation.
+    def excerpt(self, indices: Sequence[int], *, dtype: str = "float32", head: bool = False) -> Any:  # noqa: ANN401
+        """A model whose only decoder layers are some of the source's, on the device, for evaluation.
 
         Args:
-            index: counted from 0.
+            indices: of the layers, counted from 0, in their order.
             dtype: name of the torch dtype of its weights.
             head: with the real output head instead of a stand-in.
         """
-        model = self._around(index, _SMALL_VOCABULARY)
+        model = self._around(indices, _SMALL_VOCABULARY)
         if head:
             model.set_submodule(self.head, copy.deepcopy(self.skeleton.get_submodule(self.head)))
         self._fill(model, dtype, stand_ins=True, head=head)
@@ -164,15 +195,15 @@ class LayeredModel:
         return model.to(self.device).eval()
 
     @contextmanager
-    def borrow(self, index: int, *, dtype: str = "float32", head: bool = False) -> Iterator[Any]:
-        """`one_layer` for a while; afterwards its weights are gone.
+    def borrow(self, indices: Sequence[int], *, dtype: str = "float32", head: bool = False) -> Iterator[Any]:
+        """`excerpt` for a while; afterwards its weights are gone.
 
-        ModelOpt's quantizers and the model hold one another, so without this the weights of several layers would wait
-        for the garbage collector.
+        ModelOpt's quantizers and the model hold one another, so without this the weights of several excerpts would
+        wait for the garbage collector.
         """
         import torch
 
-        model = self.one_layer(index, dtype=dtype, head=head)
+        model = self.excerpt(indices, dtype=dtype, head=head)
         try:
             yield model
         finally:
@@ -188,7 +219,7 @@ class LayeredModel:
 
         used = sorted({token for batch in batches for row in batch for token in row})
         place = {token: position for position, token in enumerate(used)}
-        model = self._around(0, len(used))
+        model = self._around([0], len(used))
         self._fill(model, "float32", stand_ins=False, head=False)
         embedding = self._causal.get_input_embeddings()
         name = f"{self._name(embedding)}.weight"
@@ -210,12 +241,12 @@ class LayeredModel:
         handle.remove()
         return reached
 
-    def run(self, model: Any, index: int, hidden: torch.Tensor, *, head: bool = False) -> torch.Tensor:  # noqa: ANN401
-        """Run the layer of `one_layer` on what reaches it and return what leaves it, both on the CPU.
+    def run(self, model: Any, indices: Sequence[int], hidden: torch.Tensor, *, head: bool = False) -> torch.Tensor:  # noqa: ANN401
+        """Run the layers of `excerpt` on what reaches them and return what leaves them, both on the CPU.
 
         Args:
-            model: from `one_layer`, whatever was done to it since.
-            index: of its layer.
+            model: from `excerpt`, whatever was done to it since.
+            indices: of its layers.
             hidden: [rows, tokens, hidden].
             head: go on through the output head.
         """
@@ -230,11 +261,8 @@ class LayeredModel:
         def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - tensor or tuple
             left.append(output[0] if isinstance(output, tuple) else output)
 
-        layer = model.get_submodule(self.layer_name(index))
-        handles = [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.register_forward_hook(leave),
-        ]
+        first, last = (model.get_submodule(self.layer_name(index)) for index in (indices[0], indices[-1]))
+        handles = [first.register_forward_pre_hook(enter, with_kwargs=True), last.register_forward_hook(leave)]
         try:
             with torch.no_grad():
                 ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
@@ -244,8 +272,8 @@ class LayeredModel:
                 handle.remove()
         return left[0].cpu()
 
-    def _around(self, index: int, vocabulary: int) -> Any:  # noqa: ANN401 - a transformers model
-        """The family's model without weights, with a small vocabulary and layer `index` alone."""
+    def _around(self, indices: Sequence[int], vocabulary: int) -> Any:  # noqa: ANN401 - a transformers model
+        """The family's model without weights, with a small vocabulary and some of the layers."""
         import torch
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
@@ -259,9 +287,11 @@ class LayeredModel:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
-        alone = torch.nn.ModuleList()
-        alone.add_module(str(index), copy.deepcopy(self.skeleton.get_submodule(self.layer_name(index))))
-        model.set_submodule(self.layers, alone)
+        some = torch.nn.ModuleList()
+        for index in indices:
+            some.add_module(str(index), copy.deepcopy(self.skeleton.get_submodule(self.layer_name(index))))
+        model.set_submodule(self.layers, some)
+        model.config.num_hidden_layers = len(some)
         return model.requires_grad_(requires_grad=False)
 
     def _fill(self, model: Any, dtype: str, *, stand_ins: bool, head: bool) -> None:  # noqa: ANN401
@@ -280,6 +310,13 @@ class LayeredModel:
             holder = model.get_submodule(module)
             is_parameter = leaf in holder._parameters  # noqa: SLF001 - torch has no public question
             setattr(holder, leaf, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of a model's linear layers."""
+    from torch import nn as torch_nn
+
+    return [name for name, module in model.named_modules() if isinstance(module, torch_nn.Linear)]
 
 
 def _widen(files: TensorFiles, name: str, values: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -28,11 +28,13 @@ class Pieces:
 
     Args:
         directory: made if it does not exist; what an earlier run left in it is found again.
+        durable: a part is on the disk once it is written; without, it may be lost with the machine's power.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, durable: bool = True) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self._durable = durable
 
     def path(self, name: str) -> Path:
         """Where a part lies, finished or not."""
@@ -47,9 +49,11 @@ class Pieces:
             # Guard: given {} and no tensor, safetensors 0.8 writes a header that is not JSON.
             metadata = dict(notes) if notes else None
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, unfinished, metadata=metadata)
-            fsync(unfinished)
+            if self._durable:
+                fsync(unfinished)
             unfinished.rename(self.path(name))
-            fsync(self.directory)
+            if self._durable:
+                fsync(self.directory)
 
     def notes(self, name: str) -> dict[str, str] | None:
         """Notes of a finished part; None when there is none that is whole."""

@@ -147,10 +147,10 @@ def test_a_pass_that_does_not_fit_into_memory_goes_in_halves(tmp_path: Path, mon
     make_calibration(*arguments, tmp_path / "whole")
     run = LayeredModel.run
 
-    def tight(self: LayeredModel, model: Any, index: int, hidden: Any, *, head: bool = False) -> Any:
+    def tight(self: LayeredModel, model: Any, indices: Any, hidden: Any, *, head: bool = False) -> Any:
         if len(hidden) > 2:
             raise MemoryError
-        return run(self, model, index, hidden, head=head)
+        return run(self, model, indices, hidden, head=head)
 
     monkeypatch.setattr(LayeredModel, "run", tight)
     make_calibration(*arguments, tmp_path / "halves", progress=progress)

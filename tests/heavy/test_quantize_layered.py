@@ -208,11 +208,12 @@ def _both(source: Path, out: Path, progress: Silent) -> None:
 
 @pytest.mark.parametrize("stage", ["calibrate", "quantize"])
 def test_a_killed_run_goes_on_behind_the_last_layer_and_writes_the_same_bytes(stage: str, tmp_path: Path) -> None:
-    """SIGKILL after two of three layers; the next run does one layer, and nothing tells that there were two runs."""
+    """SIGKILL after two of three layers, one at a time; the next run does one, and nothing tells of two runs."""
     source = tiny_llama(tmp_path / "source", layers=3)
     _both(source, tmp_path / "once", Silent())
     script = (
         "import sys; from pathlib import Path; from tests.heavy.test_quantize_layered import _both, _Killer;"
+        "from pipeline.quantize import layered; layered._TOGETHER = 0;"
         "_both(Path(sys.argv[1]), Path(sys.argv[2]), _Killer(sys.argv[3], 1))"
     )
     killed = subprocess.run(

@@ -8,6 +8,7 @@ from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize.formats import (
     algorithm,
+    by_glob,
     check_group_size,
     layer_formats,
     needs_text,
@@ -103,6 +104,16 @@ def test_the_quantizer_list_denies_all_first_and_then_names_each_layer() -> None
     assert entries[0] == {"quantizer_name": "*", "enable": False}
     assert [entry["quantizer_name"] for entry in entries[1:]] == ["a.q_proj.weight_quantizer"]
     assert entries[1]["cfg"]["block_sizes"] == {-1: 32, "type": "static"}
+
+
+def test_layers_that_differ_in_numbers_alone_are_one_entry() -> None:
+    """Unless the glob would match a layer that is not meant."""
+    formats: dict[str, Format] = {
+        "layers.0.q": "fp8", "layers.1.q": "fp8", "layers.0.k": "fp8", "layers.0.v": "fp8", "layers.1.v": "int8_wo",
+    }  # fmt: skip
+    assert by_glob(formats, [*formats, "layers.1.k", "head"]) == {
+        "layers.*.q": "fp8", "layers.0.k": "fp8", "layers.0.v": "fp8", "layers.1.v": "int8_wo",
+    }  # fmt: skip
 
 
 def test_the_config_of_a_whole_model_names_only_the_layers_that_differ() -> None:

@@ -9,8 +9,8 @@ from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.quantize import modelopt
 from pipeline.quantize.calibrated import CalibrationReader
-from pipeline.quantize.formats import WantedCheckpoint, quantizer_config, traits
-from pipeline.quantize.layered import LayeredModel
+from pipeline.quantize.formats import WantedCheckpoint, by_glob, quantizer_config, traits
+from pipeline.quantize.layered import LayeredModel, linear_names
 from pipeline.quantize.settle import SharedInput, find_shared_inputs, settle, shares_scalar_ranges
 from pipeline.quantize.sparsity import read_sparsity
 from pipeline.quantize.training.student import LayerRanges
@@ -39,7 +39,7 @@ def settled_ranges(
 ) -> dict[str, LayerRanges]:
     """Return layer -> ranges of every layer that ModelOpt will quantize, on the CPU.
 
-    Pre-quant scales are shared, folded and rounded as the wanted layout has them; one decoder layer is in memory.
+    Pre-quant scales are shared, folded and rounded as the wanted layout has them; a few decoder layers are in memory.
 
     Args:
         source: the model that was calibrated.
@@ -50,13 +50,16 @@ def settled_ranges(
     found = CalibrationReader(calibration.path)
     model = LayeredModel.open(source.path)
     ranges: dict[str, LayerRanges] = {}
-    for index in range(model.count):
-        mine = {name: form for name, form in found.formats.items() if model.inside(index, name)}
+    for indices in model.groups(range(model.count), lambda index: model.kind(index, found.formats)):
+        mine = {
+            name: form for name, form in found.formats.items() if any(model.inside(index, name) for index in indices)
+        }
         if mine:
-            ranges |= _settled(model.one_layer(index), mine, found, quantization, wanted)
+            with model.borrow(indices) as live:
+                ranges |= _settled(live, mine, found, quantization, wanted)
     if model.head in found.formats:
-        live = model.one_layer(model.count - 1, head=True)
-        ranges |= _settled(live, {model.head: found.formats[model.head]}, found, quantization, wanted)
+        with model.borrow([model.count - 1], head=True) as live:
+            ranges |= _settled(live, {model.head: found.formats[model.head]}, found, quantization, wanted)
     return ranges
 
 
@@ -70,7 +73,7 @@ def _settled(
     import torch
 
     groups = find_shared_inputs(live)
-    modelopt.insert(live, quantizer_config(quantization, formats, kv_scales=False))
+    modelopt.insert(live, quantizer_config(quantization, by_glob(formats, linear_names(live)), kv_scales=False))
     states = {name: found.layer(name) for name in formats}
     settled = settle(live, formats, states, groups, export=wanted.export, dtype=getattr(torch, wanted.dtype))
     inputs = modelopt.input_quantizers(live)
