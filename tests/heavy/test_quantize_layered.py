@@ -19,7 +19,7 @@ from pipeline.config.schema import CalibrationConfig, QuantizationConfig
 from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.core.progress import Silent
 from pipeline.quantize import calibration as text
-from pipeline.quantize import export, modelopt
+from pipeline.quantize import export, layered, modelopt
 from pipeline.quantize.calibrate import calibrate
 from pipeline.quantize.formats import WantedCheckpoint, algorithm, quantizer_config, traits
 from pipeline.quantize.pieces import Pieces, join, write_shards
@@ -228,6 +228,26 @@ def test_a_killed_run_goes_on_behind_the_last_layer_and_writes_the_same_bytes(st
     assert before == {path.name: path.stat().st_mtime_ns for path in kept.directory.glob("*-0000[01]*.safetensors")}
     for artifact in ("calibration", "quantized"):
         assert _bytes(tmp_path / "once" / artifact) == _bytes(tmp_path / "twice" / artifact)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "int4_awq", "awq": "full"},
+        {"format": "fp8", "kv_cache": "fp8", "overrides": [{"layers": "model.layers.2.*", "format": "int4_awq"}]},
+    ],
+)
+def test_layers_taken_together_are_what_they_are_alone(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many small layers share a model decides no byte."""
+    source = SourceCheckpoint(path=tiny_llama(tmp_path / "source", layers=3), digest="sha256:0")
+    text = CalibrationConfig(num_samples=3, max_seq_len=32, batch_size=2)
+    quantization = QuantizationConfig.model_validate({"group_size": 64, **fields})
+    make_quantized(source, quantization, text, HF, tmp_path / "together")
+    monkeypatch.setattr(layered, "_TOGETHER", 0)
+    make_quantized(source, quantization, text, HF, tmp_path / "alone")
+    assert _bytes(tmp_path / "together") == _bytes(tmp_path / "alone")
 
 
 def test_a_part_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
