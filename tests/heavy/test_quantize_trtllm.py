@@ -145,7 +145,7 @@ def test_our_own_16_bit_writer_writes_what_modelopt_writes(name: str, tp: int, p
         quantization=QuantizationConfig(format="bf16"),
         ranks=Ranks(tensor=tp, pipeline=pp),
         dtype="bfloat16",
-        selected=(),
+        formats={},
         excluded=(),
     )
     files = TensorFiles(source.path)
