@@ -21,7 +21,7 @@ from tests.support.triton_stream import Stream, ask
 pytestmark = pytest.mark.server
 
 ENTRY = "tensorrt_llm_bls"
-STREAMS = 1500
+STREAMS = 1000
 ABANDONED = 150
 
 

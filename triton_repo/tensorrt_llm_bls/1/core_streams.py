@@ -71,7 +71,8 @@ class CoreStreams:
             self._ended.append((time.monotonic(), stream))
         except pb_utils.TritonModelException as error:
             taken.put(error)
-        taken.put(None)
+        finally:
+            taken.put(None)
 
     def _end_turn(self) -> None:
         with self._turn:
