@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.config.formats import AWQ, CODE_BITS, FORMATS_OF_EXPERTS, INTEGER, UNQUANTIZED, formats_of, has_groups
+from pipeline.config.formats import AWQ, CODE_BITS, INTEGER, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.keys import KEYS, leaves, value_at
 from pipeline.config.schema import BuildConfig, FinetuneConfig
 from pipeline.errors import Severity
-
-__all__ = ["AWQ", "FORMATS_OF_EXPERTS", "UNQUANTIZED", "Finding", "check"]
 
 _OWN_DTYPE: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 _EVERYTHING = ("*", "**", "model*", "model.*", "*.*")

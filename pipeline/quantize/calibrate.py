@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.rules import AWQ
+from pipeline.config.formats import AWQ
 from pipeline.config.schema import CalibrationConfig, Format, QuantizationConfig
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress

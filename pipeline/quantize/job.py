@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.rules import FORMATS_OF_EXPERTS, UNQUANTIZED
+from pipeline.config.formats import FORMATS_OF_EXPERTS, UNQUANTIZED
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize import trtllm_export
