@@ -16,8 +16,10 @@ demo: .venv/.installed  ## build the embedded model for the CPU, serve it on Tri
 	$(BIN)/trtpipe build $(CONFIG) --output $(REPOSITORY)
 	$(BIN)/trtpipe serve $(REPOSITORY) --ask "What is the capital of France?"
 
+# Two processes on two cores: more threads would only wait for each other.
+test: export OMP_NUM_THREADS = 1
 test: .venv/.installed lint test-fast  ## every test that can run on this machine
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy -n 2 --dist loadfile
+	$(BIN)/pytest -m heavy -n 2 --dist loadfile
 	$(BIN)/pytest -m server
 
 test-fast: .venv/.installed  ## under two minutes: no ModelOpt, no OpenVINO, no server

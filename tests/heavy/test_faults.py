@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.core.store import Store
 from tests.support.checkpoints import tiny_llama
 from tests.support.commands import Outcome, trtpipe, write_config
 
@@ -111,7 +112,9 @@ def test_disk_full_is_said_and_leaves_nothing(checkpoint: Path, tmp_path: Path, 
     outcome = trtpipe("build", config, "--store", small_disk / "store", cwd=tmp_path, code=20)
     assert str(small_disk) in outcome.stderr
     assert not [path for path in (small_disk / "store" / "work").iterdir() if path.is_dir()]
-    assert not list((small_disk / "store" / "objects").iterdir())
+    finished = Store(small_disk / "store")
+    assert {record.action.step for record in finished.records()} <= {"calibrate"}
+    assert not any(finished.damage(digest) for digest in finished.digests())
 
 
 @pytest.fixture

@@ -76,6 +76,8 @@ FREE = [
     and key.path not in {"name", "engine.target", "engine.dtype", "quantization.format", "engine.max_seq_len"}
     and key.path
     not in {"engine.max_batch_size", "serving.default_max_tokens", "calibration.dataset", "finetune.method"}
+    # Candidates stand once each and are none of 16 bit; the rate has a bound that it must stay below.
+    and key.path not in {"quantization.auto.candidates", "finetune.learning_rate"}
     and key.path not in {"quality.confidence", "quality.tasks", "quality.min_task_score", "quality.max_task_drop"}
     and not key.noun.startswith("comma list")  # text of a form that random text does not have
 ]
