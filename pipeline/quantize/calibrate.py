@@ -24,7 +24,7 @@ from pipeline.errors import Problem, ToolError
 from pipeline.quantize import calibration as text
 from pipeline.quantize import experts, modelopt, probes
 from pipeline.quantize.export import write_json
-from pipeline.quantize.formats import algorithm, by_glob, observes, quantizer_config, traits
+from pipeline.quantize.formats import algorithm, by_glob, observes, quantizer_config, searches, traits
 from pipeline.quantize.layered import LayeredModel, linear_names
 from pipeline.quantize.pieces import Pieces, discard, join
 from pipeline.quantize.source_model import quiet_transformers
@@ -220,11 +220,12 @@ class _Work:
         self.kept.write(f"inputs-{part}", inputs)
 
     def _passes(self, formats: Mapping[str, Format], *, kv_ranges: bool) -> list[tuple[Format | None, bool]]:
-        """Each format that observes, and whether keys and values are measured with it; None is for them alone.
+        """Each format for which ModelOpt searches scales, and whether keys and values are measured with it.
 
+        None is for keys and values alone. Ranges that are plain maxima (fp8) need no quantizers: `_Watch` sees them.
         AWQ asks for the data again once ranges are known, and keys and values would then be rounded while it searches.
         """
-        forms: list[Format | None] = [*sorted({form for form in formats.values() if observes(form)})]
+        forms: list[Format | None] = [*sorted({form for form in formats.values() if searches(form)})]
         carrier = next((form for form in forms if form not in AWQ), None)
         if kv_ranges and carrier is None:
             forms.insert(0, None)

@@ -96,7 +96,12 @@ def needs_text(quantization: QuantizationConfig, *, export: str) -> bool:
 
 def observes(form: Format) -> bool:
     """Whether layers of a format have to see text; plain rounding of weights (int8_wo, int4_wo) does not."""
-    return _TRAITS[form].smoothed or _TRAITS[form].static_activations
+    return searches(form) or _TRAITS[form].static_activations
+
+
+def searches(form: Format) -> bool:
+    """Whether ModelOpt has to look for pre-quant scales; the other ranges are the widest that was seen."""
+    return _TRAITS[form].smoothed
 
 
 def stores_kv_scales(quantization: QuantizationConfig, *, export: str) -> bool:

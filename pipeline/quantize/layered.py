@@ -101,7 +101,7 @@ class LayeredModel:
         _refuse_incomplete(self.skeleton, files, self.source)
         return files
 
-    @property
+    @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Linear layers, name -> (out, in), in model order."""
         from torch import nn as torch_nn
@@ -112,7 +112,7 @@ class LayeredModel:
             if isinstance(module, torch_nn.Linear)
         }
 
-    @property
+    @cached_property
     def modules(self) -> list[str]:
         """Every module's name."""
         return [name for name, _module in self.skeleton.named_modules() if name]
@@ -122,7 +122,7 @@ class LayeredModel:
         """Name of the output head."""
         return self._name(self._causal.get_output_embeddings())
 
-    @property
+    @cached_property
     def parameters(self) -> list[str]:
         """Names of the tensors that make the model, without a head that shares the embedding's."""
         tied = f"{self.head}.weight" if self.config.tie_word_embeddings else None
