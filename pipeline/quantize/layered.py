@@ -73,9 +73,7 @@ class LayeredModel:
 
         config = read_config(source)
         with init_empty_weights(include_buffers=False):
-            skeleton = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-            )
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         skeleton.eval().requires_grad_(requires_grad=False)
         stacks = [
             name
@@ -284,9 +282,7 @@ class LayeredModel:
         config.pad_token_id = None  # may lie outside the small vocabulary
         config.use_cache = False
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         some = torch.nn.ModuleList()
         for index in indices:
             some.add_module(str(index), copy.deepcopy(self.skeleton.get_submodule(self.layer_name(index))))

@@ -66,7 +66,6 @@ def load_model(source: Path, dtype: str, progress: Progress) -> nn.Module:
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, dtype),
-            attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,

@@ -46,7 +46,7 @@ def sparsify(build: Build, inputs: Inputs, hasher: FileHasher) -> Step:
 
     return Step(
         name="sparsify",
-        version=1,
+        version=2,
         output=SourceCheckpoint,
         params=sparsity.model_dump(mode="json") | {"calibration": text if sparsity.method == "sparsegpt" else None},
         inputs=inputs,
@@ -74,7 +74,7 @@ def score(build: Build, inputs: Inputs, hasher: FileHasher) -> Step:
     del quantization["kv_cache"], quantization["auto"]["effective_bits"]
     return Step(
         name="score",
-        version=1,
+        version=2,
         output=Sensitivities,
         params={"quantization": quantization, "calibration": calibration_identity(config, hasher)},
         inputs=inputs,
@@ -131,7 +131,7 @@ def calibrate(build: Build, inputs: Inputs, hasher: FileHasher) -> Step:
     del quantization["kv_cache"]
     return Step(
         name="calibrate",
-        version=1,
+        version=2,
         output=Calibration,
         params={
             "quantization": quantization | {"kv_ranges": kv_ranges},
