@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from pipeline.config.schema import BuildConfig, Format, QuantizationConfig
 
 UNQUANTIZED: tuple[Format, ...] = ("bf16", "fp16")
+DType = Literal["bfloat16", "float16"]
+DTYPE_OF: Mapping[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
+SIXTEEN_BIT: Mapping[str, Literal["bf16", "fp16"]] = {"bfloat16": "bf16", "float16": "fp16"}
 # AWQ folds scales into the norm that the router reads too, and SmoothQuant weighs inputs that an expert may never see.
 FORMATS_OF_EXPERTS: tuple[Format, ...] = ("fp8", "int8_wo")
 # Bits of one weight's code, as ModelOpt counts them: scales are not part of it.

@@ -6,16 +6,15 @@ Each rule reads a typed config and yields findings; the first key of a finding i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pipeline.config.formats import AWQ, CODE_BITS, INTEGER, UNQUANTIZED, formats_of, has_groups
+from pipeline.config.formats import AWQ, CODE_BITS, DTYPE_OF, INTEGER, SIXTEEN_BIT, UNQUANTIZED, formats_of, has_groups
 from pipeline.config.keys import KEYS, leaves, value_at
 from pipeline.config.schema import BuildConfig, FinetuneConfig
 from pipeline.errors import Severity
 
-_OWN_DTYPE: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 _EVERYTHING = ("*", "**", "model*", "model.*", "*.*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -145,13 +144,13 @@ def _quality(config: BuildConfig) -> Iterator[Finding]:
 
 def _dtype(config: BuildConfig) -> Iterator[Finding]:
     form, dtype = config.quantization.format, config.engine.dtype
-    wanted = _OWN_DTYPE.get(form)
-    other = next(word for word, name in _OWN_DTYPE.items() if name == dtype)
+    wanted = DTYPE_OF.get(form)
+    other = SIXTEEN_BIT[dtype]
     if wanted is not None and wanted != dtype:
         message = f"format {form} is {wanted}, and engine.dtype is {dtype}."
         hint = f"Set engine.dtype: {wanted}, or quantization.format: {other}."
         yield Finding(keys=("engine.dtype", "quantization.format"), message=message, hint=hint)
-    if any(_OWN_DTYPE.get(override.format, dtype) != dtype for override in config.quantization.overrides):
+    if any(DTYPE_OF.get(override.format, dtype) != dtype for override in config.quantization.overrides):
         message = f"layers at 16 bit are of engine.dtype, which is {dtype}."
         hint = f"Write format: {other}, or change engine.dtype."
         yield Finding(keys=("quantization.overrides", "engine.dtype"), message=message, hint=hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.formats import CODE_BITS
+from pipeline.config.formats import CODE_BITS, SIXTEEN_BIT
 from pipeline.config.schema import BuildConfig, Format
 
 
@@ -28,8 +28,7 @@ def planned(config: BuildConfig) -> BuildConfig:
     enough = [
         name for name in quantization.auto.candidates if CODE_BITS[name] >= (quantization.auto.effective_bits or 16)
     ]
-    whole: Format = "bf16" if config.engine.dtype == "bfloat16" else "fp16"
-    return _with_format(config, min(enough, key=CODE_BITS.__getitem__, default=whole))
+    return _with_format(config, min(enough, key=CODE_BITS.__getitem__, default=SIXTEEN_BIT[config.engine.dtype]))
 
 
 def _with_format(config: BuildConfig, name: Format) -> BuildConfig:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pipeline.config.formats import covers
+from pipeline.config.formats import SIXTEEN_BIT, covers
 from pipeline.errors import IntegrityError, Unreadable
 from pipeline.quantize.reference import LinearFormat, QuantizedLinear
 from pipeline.quantize.tensor_files import FloatArray, TensorFiles, TensorInfo
@@ -212,6 +212,4 @@ class Declared:
 
 def format_name(format_: CheckpointFormat, dtype: str) -> str:
     """The config's word for a format whose unquantized tensors are of `dtype`."""
-    if format_ != "float":
-        return format_
-    return "bf16" if dtype == "bfloat16" else "fp16"
+    return SIXTEEN_BIT.get(dtype, dtype) if format_ == "float" else format_

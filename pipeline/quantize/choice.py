@@ -194,15 +194,6 @@ class Table:
         return Choice(asked=effective_bits, taken=tuple(taken[::-1]), sensitivities=known)
 
 
-def choose_formats(sensitivities: Sensitivities, effective_bits: float) -> dict[str, Format]:
-    """Return the format of every layer that is quantized, in model order, under a budget.
-
-    Raises:
-        ConfigError: the budget cannot be kept; says the lowest that can.
-    """
-    return Table(sensitivities).choose(effective_bits).formats
-
-
 def write(directory: Path, choice: Choice) -> None:
     """Write choice.json."""
     text = json.dumps(choice.document(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"

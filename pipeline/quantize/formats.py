@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pipeline.config.formats import AWQ, ROUNDED_BY_BUILD, formats_of, layer_format
+from pipeline.config.formats import AWQ, ROUNDED_BY_BUILD, DType, formats_of, layer_format
 from pipeline.config.legality import table
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.config.shapes import split_by_overrides
@@ -21,7 +21,6 @@ from pipeline.errors import ConfigError, Problem
 
 Shapes = Mapping[str, tuple[int, int]]
 Export = Literal["hf", "trtllm"]
-DType = Literal["bfloat16", "float16"]
 
 # Layers that tensor parallelism cuts along the input axis in the Llama family.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj"})

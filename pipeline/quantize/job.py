@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.formats import FORMATS_OF_EXPERTS, UNQUANTIZED
+from pipeline.config.formats import DTYPE_OF, FORMATS_OF_EXPERTS, SIXTEEN_BIT, UNQUANTIZED, DType
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.errors import ConfigError
 from pipeline.quantize import trtllm_export
 from pipeline.quantize.formats import (
-    DType,
     Export,
     WantedCheckpoint,
     check_group_size,
@@ -27,9 +26,6 @@ from pipeline.quantize.trtllm_layout import Family
 
 if TYPE_CHECKING:
     import torch
-
-_OWN_DTYPE: Mapping[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
-_SIXTEEN_BIT: Mapping[DType, Format] = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ def plan_job(
     linears = model.linears
     chosen = layer_formats(linears, model.modules, quantization) if formats is None else formats
     ordered = {name: chosen[name] for name in linears if name in chosen}
-    plain = quantization.format if quantization.format in UNQUANTIZED else _SIXTEEN_BIT[wanted.dtype]
+    plain = quantization.format if quantization.format in UNQUANTIZED else SIXTEEN_BIT[wanted.dtype]
     kinds = set(ordered.values()) or {plain}
     if len(kinds) == 1:  # whatever the overrides, the checkpoint is of that one format
         quantization = quantization.model_copy(update={"format": kinds.pop(), "overrides": ()})
@@ -123,7 +119,7 @@ def plan_job(
         source=source,
         quantization=quantization,
         wanted=wanted,
-        dtype=_OWN_DTYPE.get(quantization.format, wanted.dtype),
+        dtype=DTYPE_OF.get(quantization.format, wanted.dtype),
         formats=ordered,
         excluded=tuple(name for name in linears if name not in ordered),
         family=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipeline.config.formats import UNQUANTIZED
+from pipeline.config.formats import DTYPE_OF, SIXTEEN_BIT, DType
 from pipeline.config.schema import BuildConfig, QuantizationConfig
 from pipeline.core.artifacts import FormatChoice
 from pipeline.core.stage import StepContext
@@ -17,11 +17,9 @@ def export_layout(config: BuildConfig) -> Literal["hf", "trtllm"]:
     return "trtllm" if config.engine.target == "tensorrt_llm" else "hf"
 
 
-def unquantized_dtype(config: BuildConfig) -> Literal["bfloat16", "float16"]:
+def unquantized_dtype(config: BuildConfig) -> DType:
     """16-bit type of what is not quantized; an unquantized format names it itself."""
-    if config.quantization.format in UNQUANTIZED:
-        return "bfloat16" if config.quantization.format == "bf16" else "float16"
-    return config.engine.dtype
+    return DTYPE_OF.get(config.quantization.format, config.engine.dtype)
 
 
 def wanted(config: BuildConfig) -> WantedCheckpoint:
@@ -41,7 +39,7 @@ def decided(ctx: StepContext, config: BuildConfig) -> QuantizationConfig:
     if config.quantization.format != "auto":
         return config.quantization
     formats = choice.read_formats(ctx.input("choice", FormatChoice).path)
-    return choice.decided(config.quantization, formats, "bf16" if config.engine.dtype == "bfloat16" else "fp16")
+    return choice.decided(config.quantization, formats, SIXTEEN_BIT[config.engine.dtype])
 
 
 def is_repacked(build: Build) -> bool:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
+from pipeline.checkpoints.architecture import Architecture
+from pipeline.config.deployment import EngineConfig
 from pipeline.core.artifacts import Engine, FormatChoice, ModelRepository, QualityVerdict, QuantizedCheckpoint
-from pipeline.core.digest import digest_tree
+from pipeline.core.digest import JSON, digest_tree
+from pipeline.core.progress import Progress
 from pipeline.core.stage import Inputs, Step, StepContext
 from pipeline.examine import Build
 from pipeline.host.probe import probe, toolchain
-from pipeline.targets.vllm.compile import VERSION
 
 # What the openvino target reads of the engine section; the rest must not recompile it.
 OPENVINO_READS = {
@@ -34,8 +38,25 @@ VLLM_READS = {
     "max_seq_len",
     "enable_chunked_context",
 }
-OPENVINO_READS_OF_KV_CACHE = {"size_gib", "enable_block_reuse"}
+# Of engine.kv_cache, by the two that page it themselves.
+READS_OF_KV_CACHE = {"size_gib", "enable_block_reuse"}
 EXECUTION_ONLY = {"workers", "log_level", "input_timing_cache", "output_timing_cache"}
+
+
+class Compile(Protocol):
+    """Writes an Engine directory."""
+
+    def __call__(
+        self,
+        quantized: QuantizedCheckpoint,
+        engine: EngineConfig,
+        *,
+        architecture: Architecture,
+        out: Path,
+        progress: Progress,
+    ) -> None:
+        """See `Engine`."""
+        ...
 
 
 def compile_(build: Build, inputs: Inputs, workspace: Path) -> Step:
@@ -64,8 +85,7 @@ def _compile_openvino(build: Build, inputs: Inputs) -> Step:
         name="compile",
         version=1,
         output=Engine,
-        params=engine.model_dump(mode="json", include=OPENVINO_READS)
-        | {"kv_cache": engine.kv_cache.model_dump(mode="json", include=OPENVINO_READS_OF_KV_CACHE)},
+        params=_read(engine, OPENVINO_READS),
         inputs=inputs,
         toolchain=toolchain("openvino", "openvino-genai", "optimum-intel", "nncf", "torch", "transformers"),
         run=run,
@@ -111,56 +131,42 @@ def _compile_tensorrt_llm(build: Build, inputs: Inputs, workspace: Path) -> Step
 
 
 def _compile_llmapi(build: Build, inputs: Inputs) -> Step:
-    """No engine: the LLM API loads the checkpoint itself."""
+    """TensorRT-LLM's LLM API loads the checkpoint itself."""
+    from pipeline.targets.tensorrt_llm.llmapi import compile_engine
+
     engine = build.config.engine
-
-    def run(ctx: StepContext) -> None:
-        from pipeline.targets.tensorrt_llm.llmapi import compile_engine
-
-        compile_engine(
-            ctx.input("quantized", QuantizedCheckpoint),
-            engine,
-            architecture=build.architecture,
-            out=ctx.out,
-            progress=ctx.progress,
-        )
-
-    return Step(
-        name="compile",
-        version=1,
-        output=Engine,
-        params=engine.model_dump(mode="json", exclude={"build": True, "num_threads": True}),
-        inputs=inputs,
-        toolchain={"tensorrt-llm": engine.toolchain},
-        run=run,
-    )
+    params = engine.model_dump(mode="json", exclude={"build": True, "num_threads": True})
+    return _loaded_by_runtime(build, inputs, compile_engine, params, {"tensorrt-llm": engine.toolchain})
 
 
 def _compile_vllm(build: Build, inputs: Inputs) -> Step:
-    """No engine: vLLM loads the checkpoint itself."""
-    engine = build.config.engine
+    """VLLM loads the checkpoint itself."""
+    from pipeline.targets.vllm.compile import VERSION, compile_engine
+
+    return _loaded_by_runtime(build, inputs, compile_engine, _read(build.config.engine, VLLM_READS), {"vllm": VERSION})
+
+
+def _loaded_by_runtime(
+    build: Build, inputs: Inputs, compile_engine: Compile, params: Mapping[str, JSON], toolchain: Mapping[str, str]
+) -> Step:
+    """No engine: the checkpoint beside the arguments of what loads it."""
 
     def run(ctx: StepContext) -> None:
-        from pipeline.targets.vllm.compile import compile_engine
-
         compile_engine(
             ctx.input("quantized", QuantizedCheckpoint),
-            engine,
+            build.config.engine,
             architecture=build.architecture,
             out=ctx.out,
             progress=ctx.progress,
         )
 
-    return Step(
-        name="compile",
-        version=1,
-        output=Engine,
-        params=engine.model_dump(mode="json", include=VLLM_READS)
-        | {"kv_cache": engine.kv_cache.model_dump(mode="json", include=OPENVINO_READS_OF_KV_CACHE)},
-        inputs=inputs,
-        toolchain={"vllm": VERSION},
-        run=run,
-    )
+    return Step(name="compile", version=1, output=Engine, params=params, inputs=inputs, toolchain=toolchain, run=run)
+
+
+def _read(engine: EngineConfig, fields: set[str]) -> dict[str, JSON]:
+    """What a target reads of the engine section, as JSON."""
+    kv_cache = engine.kv_cache.model_dump(mode="json", include=READS_OF_KV_CACHE)
+    return {**engine.model_dump(mode="json", include=fields), "kv_cache": kv_cache}
 
 
 def emit(build: Build, inputs: Inputs) -> Step:

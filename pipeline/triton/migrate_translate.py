@@ -15,6 +15,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from pipeline.config import legality
+from pipeline.config.formats import SIXTEEN_BIT
 from pipeline.config.keys import KEYS
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import Problem
@@ -24,7 +25,6 @@ from pipeline.triton.migrate_table import Carry, table, value_of
 TARGET: Final = "tensorrt_llm_llmapi"
 ASSUMED_GPU: Final = "H100"
 NO_SOURCE: Final = "checkpoint"
-_16_BIT: Final = {"bfloat16": "bf16", "float16": "fp16"}
 _DEVICES = re.compile(r"\d+(,\d+)*(;\d+(,\d+)*)*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _GROUP_SIZES: Final = (32, 64, 128)
@@ -193,11 +193,11 @@ def _take_engine(draft: Draft, old: OldRepository) -> None:
 
 def _take_precision(draft: Draft, engine: OldEngine) -> None:
     dtype = str(engine.pretrained.get("dtype", ""))
-    if dtype not in _16_BIT:
+    if dtype not in SIXTEEN_BIT:
         draft.warn("engine pretrained_config.dtype", f"'{dtype}' is no 16-bit type; bfloat16 is taken")
         dtype = "bfloat16"
     draft.put("engine.dtype", "dtype", dtype, "engine pretrained_config.dtype")
-    plain = _16_BIT[dtype]
+    plain = SIXTEEN_BIT[dtype]
     algo = engine.quantization.get("quant_algo")
     form = plain if algo in (None, "NO_QUANT") else table().quant_algo.get(str(algo))
     where = "engine quantization.quant_algo"
@@ -336,7 +336,7 @@ def _settle_lengths(draft: Draft) -> None:
 def _settle_formats(draft: Draft) -> None:
     """Fall back to 16 bit where the LLM API's lane has no such format on this GPU."""
     fallbacks = {
-        "quantization.format": _16_BIT[draft.config["engine.dtype"]],
+        "quantization.format": SIXTEEN_BIT[draft.config["engine.dtype"]],
         "quantization.kv_cache": "auto",
         "quantization.group_size": 128,
     }
@@ -348,7 +348,7 @@ def _settle_formats(draft: Draft) -> None:
             draft.lost.append(Lost(where=key, old=old, reason=refused[0].message.rstrip("."), instead=instead))
             draft.put(key, "", fallback, f"{old} does not exist in this lane")
     draft.problems += _judge(draft)
-    if draft.config["quantization.format"] not in _16_BIT.values():
+    if draft.config["quantization.format"] not in SIXTEEN_BIT.values():
         message = (
             f"the engine's {draft.config['quantization.format']} weights cannot be taken out of it; model.yaml names "
             "the 16-bit source"

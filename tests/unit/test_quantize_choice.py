@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline.config.schema import LayerFormat
 from pipeline.errors import ConfigError
 from pipeline.quantize import sensitivities
-from pipeline.quantize.choice import Table, choose_formats, options, reasons
+from pipeline.quantize.choice import Table, options, reasons
 from pipeline.quantize.sensitivities import Group, Sensitivities
 from pipeline.quantize.sensitivity_chart import COLOURS, html, svg
 
@@ -94,17 +94,17 @@ def test_layer_sizes_without_a_common_factor_keep_the_budget() -> None:
 def test_of_equal_choices_the_narrower_and_then_the_first_is_taken() -> None:
     """Nothing is spent that gains nothing, and equal layers are told apart by their place alone."""
     equal = scored([(64, 0.0, 0.0), (64, 0.5, 0.25), (64, 0.5, 0.25)])
-    assert choose_formats(equal, 16) == {"model.layers.0.mlp.down_proj": "int4_awq"}
-    first = choose_formats(equal, 8.0)
-    assert first == choose_formats(scored([(64, 0.0, 0.0), (64, 0.5, 0.25), (64, 0.5, 0.25)]), 8.0)
+    assert Table(equal).choose(16).formats == {"model.layers.0.mlp.down_proj": "int4_awq"}
+    first = Table(equal).choose(8.0).formats
+    assert first == Table(scored([(64, 0.0, 0.0), (64, 0.5, 0.25), (64, 0.5, 0.25)])).choose(8.0).formats
 
 
 def test_formats_come_in_model_order_with_overridden_layers_and_without_excluded_ones() -> None:
     """As if the config had named them one by one."""
     fixed = {"model.layers.1.mlp.down_proj": "fp8", "model.layers.2.mlp.down_proj": "bf16"}
     known = scored([(64, 0.1, 0.01)], fixed=fixed)
-    assert choose_formats(known, 16) == {"model.layers.1.mlp.down_proj": "fp8"}
-    assert choose_formats(known, 10.43) == {
+    assert Table(known).choose(16).formats == {"model.layers.1.mlp.down_proj": "fp8"}
+    assert Table(known).choose(10.43).formats == {
         "model.layers.0.mlp.down_proj": "int4_awq",
         "model.layers.1.mlp.down_proj": "fp8",
     }
@@ -122,7 +122,7 @@ def test_a_budget_that_cannot_be_kept_names_the_lowest() -> None:
     """Overrides can make the lowest budget more than the narrowest candidate."""
     known = scored([(100, 0.1, 0.01)], fixed={"model.layers.1.mlp.down_proj": "fp8"})
     with pytest.raises(ConfigError, match=r"effective_bits: 5 cannot be kept; the lowest is 6"):
-        choose_formats(known, 5)
+        Table(known).choose(5)
     assert Table(known).choose(6).effective_bits == 6
 
 

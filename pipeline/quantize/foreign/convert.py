@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.config.formats import DType
 from pipeline.config.schema import Format, KVCacheFormat
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -37,7 +38,6 @@ from pipeline.quantize.tensor_files import TensorFiles
 if TYPE_CHECKING:
     import torch
 
-DType = Literal["bfloat16", "float16"]
 
 _ALGORITHM: Mapping[Format, str] = {
     "int4_awq": "W4A16_AWQ",

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeline.config.formats import DType
 from pipeline.config.schema import Format
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -21,7 +22,7 @@ from pipeline.host.files import link_or_copy
 from pipeline.quantize.checkpoint_reader import CheckpointFormat, read_json
 from pipeline.quantize.checks import Check, rule
 from pipeline.quantize.export import write_json
-from pipeline.quantize.foreign.convert import DType, Made
+from pipeline.quantize.foreign.convert import Made
 from pipeline.quantize.foreign.linear import ForeignLinear
 from pipeline.quantize.foreign.reader import ForeignReader, open_layout, read_foreign
 from pipeline.quantize.reference import LinearFormat

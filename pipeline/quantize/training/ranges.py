@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pipeline.config.formats import SIXTEEN_BIT
 from pipeline.config.schema import Format, QuantizationConfig
 from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.quantize import modelopt
@@ -30,8 +31,7 @@ def trained_layers(
     sparse = read_sparsity(source.path)
     if found or sparse is None:
         return found
-    form: Format = "fp16" if wanted.dtype == "float16" else "bf16"
-    return dict.fromkeys(sparse["layers"], LayerRanges(format=form))
+    return dict.fromkeys(sparse["layers"], LayerRanges(format=SIXTEEN_BIT[wanted.dtype]))
 
 
 def settled_ranges(

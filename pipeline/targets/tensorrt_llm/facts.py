@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from pipeline.config.formats import formats_of
+from pipeline.config.formats import DTYPE_OF, formats_of
 from pipeline.config.schema import Format, KVCacheFormat, QuantizationConfig
 
 # Names of the config -> upstream's (NVIDIA/TensorRT-LLM examples/quantization/quantize.py@c8c6df0).
@@ -48,7 +48,7 @@ class QuantFacts:
     @classmethod
     def of_format(cls, quantization_format: Format, kv_cache: KVCacheFormat, dtype: str) -> QuantFacts:
         """Return what a checkpoint of these config words will say."""
-        own = {"bf16": "bfloat16", "fp16": "float16"}.get(quantization_format, dtype)
+        own = DTYPE_OF.get(quantization_format, dtype)
         return cls(quant_algo=QUANT_ALGO[quantization_format], kv_cache_quant_algo=KV_ALGO[kv_cache], dtype=own)
 
     @classmethod
