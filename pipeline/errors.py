@@ -20,7 +20,7 @@
     ├── GateFailed          10   a sound measurement found less quality than allowed: a verdict, not a fault
     ├── RequestError        29   a running server refused or failed a request
     ├── StoreBusy           75   another live build holds the lock; safe to try again
-    └── Interrupted        130   stopped by the user; partial work discarded
+    └── Interrupted        130   stopped by the user; a rerun goes on behind what was finished
 
 Library code raises these and only cli/ prints and exits. Exit code 1 is a bug of ours, 2 a wrong
 command line (Click's own). This module imports nothing else of the project.
@@ -206,6 +206,6 @@ class StoreBusy(TrtpipeError):
 
 
 class Interrupted(TrtpipeError):
-    """Stopped by the user; partial work was discarded."""
+    """Stopped by the user; a rerun goes on behind what was finished."""
 
     exit_code = 130

@@ -122,7 +122,7 @@ def _bug_report() -> Path:
 
 def main() -> NoReturn:
     """Run the command and turn every outcome into an exit code."""
-    # SIGTERM takes the same clean way out as Ctrl-C: partial work removed, servers stopped.
+    # SIGTERM takes the same clean way out as Ctrl-C: staging directories removed, servers stopped.
     signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         result = root.main(standalone_mode=False)
@@ -133,7 +133,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; partial work was discarded", err=True)
+        click.echo("interrupted; a rerun goes on behind what was finished", err=True)
         sys.stdout.flush()
         sys.stderr.flush()
         # Guard: sys.exit would end in "killed by SIGINT" when the interrupt came inside exec() (CPython
