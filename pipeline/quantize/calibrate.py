@@ -257,6 +257,7 @@ class _Watch:
         self.rows: Tensors = {}
         self.widest: Tensors = {}
         self.tokens: dict[str, int] = {}
+        self._measured: tuple[torch.Tensor, torch.Tensor] | None = None  # q, k and v read one tensor
         self._model, self._indices, self._entering, self._formats, self._head = model, indices, entering, formats, head
         self._note = note
 
@@ -313,10 +314,20 @@ class _Watch:
                 # The tokens that reach an expert come without the sequences that they are from.
                 self.rows[name] = probes.choose_rows(x[0] if x.ndim > 2 else x).float().cpu()  # noqa: PLR2004
             if ranged:
-                widest = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().cpu()
-                self.widest[name] = torch.maximum(self.widest[name], widest) if name in self.widest else widest
+                if self._measured is None or self._measured[0] is not args[0]:
+                    self._measured = args[0], _widest(x)
+                widest = self._measured[1]
+                self.widest[name] = torch.maximum(self.widest[name], widest) if name in self.widest else widest.clone()
 
         return observe
+
+
+def _widest(x: torch.Tensor) -> torch.Tensor:
+    """The largest |x| of each channel: float32 [in] for x [..., in]; no copy of x is made."""
+    import torch
+
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.maximum(rows.amax(dim=0), -rows.amin(dim=0)).abs().float().cpu()
 
 
 def _read_state(live: nn.Module, formats: Mapping[str, Format], *, clipped: bool) -> Tensors:

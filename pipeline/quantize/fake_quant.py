@@ -23,6 +23,7 @@ from pipeline.core.progress import Progress
 from pipeline.quantize.numerics import Distribution, DistributionComparison
 from pipeline.quantize.readers import read_quantized
 from pipeline.quantize.reference import QuantizedLinear
+from pipeline.quantize.source_model import build_skeleton
 from pipeline.quantize.tensor_files import FloatArray
 
 
@@ -61,14 +62,12 @@ def build_model(config_directory: Path, reader: LayerReader, *, resident: bool) 
         resident: keep every decoded linear layer; otherwise read it anew for each forward pass.
     """
     import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(config_directory, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for a quantizer of its own
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = build_skeleton(config)
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             keep = resident or name == "lm_head"  # the head computes once per block of positions
@@ -79,7 +78,7 @@ def build_model(config_directory: Path, reader: LayerReader, *, resident: bool) 
             rows = module.get_parameter(parameter).shape[0]
             value = torch.from_numpy(np.array(reader.tensor(f"{name}.{parameter}")[:rows]))
             module.register_parameter(parameter, torch.nn.Parameter(value, requires_grad=False))
-    return model.eval()
+    return model
 
 
 def _read_layer(reader: LayerReader, name: str, rows: int) -> QuantizedLinear:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.config.schema import Format
 from pipeline.errors import BadSafetensors, ConfigError, Problem
-from pipeline.quantize.source_model import choose_device, read_config
+from pipeline.quantize.source_model import build_skeleton, choose_device, read_config
 from pipeline.quantize.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -68,13 +68,9 @@ class LayeredModel:
             ConfigError: transformers does not know the architecture, or it is no stack of decoder layers.
         """
         import torch
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
 
         config = read_config(source)
-        with init_empty_weights(include_buffers=False):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        skeleton.eval().requires_grad_(requires_grad=False)
+        skeleton = build_skeleton(config)
         stacks = [
             name
             for name, module in skeleton.named_modules()
@@ -273,22 +269,19 @@ class LayeredModel:
     def _around(self, indices: Sequence[int], vocabulary: int) -> Any:  # noqa: ANN401 - a transformers model
         """The family's model without weights, with a small vocabulary and some of the layers."""
         import torch
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
 
         config = copy.deepcopy(self.config)
         config.num_hidden_layers = 1
         config.vocab_size = vocabulary
         config.pad_token_id = None  # may lie outside the small vocabulary
         config.use_cache = False
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model = build_skeleton(config)
         some = torch.nn.ModuleList()
         for index in indices:
             some.add_module(str(index), copy.deepcopy(self.skeleton.get_submodule(self.layer_name(index))))
         model.set_submodule(self.layers, some)
         model.config.num_hidden_layers = len(some)
-        return model.requires_grad_(requires_grad=False)
+        return model
 
     def _fill(self, model: Any, dtype: str, *, stand_ins: bool, head: bool) -> None:  # noqa: ANN401
         """Give a model from `_around` its tensors: ones for the stand-ins, the source's for all else."""

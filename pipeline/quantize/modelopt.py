@@ -237,7 +237,7 @@ def snap_weights(model: nn.Module) -> None:
                 if quantizer.num_bits == (4, 3)
                 else steps.round().clamp(-quantizer.maxbound - 1, quantizer.maxbound)
             )
-            weight.data = codes * scale
+            weight.data = codes.mul_(scale)
 
 
 def describe_hf(skeleton: Any, quantizers: Mapping[str, Any] | None, directory: Path) -> dict[str, Any] | None:  # noqa: ANN401 - a transformers model

@@ -33,13 +33,27 @@ def read_config(directory: Path) -> Any:  # noqa: ANN401 - a transformers config
         ) from error
 
 
+def build_skeleton(config: Any) -> Any:  # noqa: ANN401 - a transformers model
+    """The model that a config describes, float32 and for evaluation: its weights on the meta device, buffers computed.
+
+    Initializing the weights, which even on the meta device is five sixths of the time, is left out.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model.tie_weights()  # goes with the initialization
+    return model.eval().requires_grad_(requires_grad=False)
+
+
 def read_layout(config: Any) -> tuple[dict[str, tuple[int, int]], list[str]]:  # noqa: ANN401 - see read_config
     """Return the linear layers, name -> (out, in), and every module name, without any weight."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = build_skeleton(config)
     linears = {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
