@@ -57,11 +57,7 @@ class Suspect:
         """W / p: what the stored weight should mean, cut to the codes' range where the format clips."""
         p = self.layer.pre_quant_scale
         wanted = self.source if p is None else self.source / p
-        if self.max_clip == 1:
-            return wanted
-        step = self.layer.step()
-        within = np.abs(wanted) <= (INT4_MAX * self.max_clip + _HALF_STEP) * step
-        return np.where(within, np.clip(wanted, -(INT4_MAX + 1) * step, INT4_MAX * step), wanted)
+        return wanted if self.max_clip == 1 else clipped(wanted, self.layer.step(), self.max_clip)
 
     @cached_property
     def bad(self) -> Mask:
@@ -73,6 +69,12 @@ class Suspect:
         return not replace(self, layer=layer, max_step_error=self.max_step_error + slack).bad.any()
 
 
+def clipped(wanted: FloatArray, step: FloatArray, max_clip: float) -> FloatArray:
+    """Weights [out, in] cut to the range of int4 codes `step` apart, but for those beyond `max_clip` times that."""
+    within = np.abs(wanted) <= (INT4_MAX * max_clip + _HALF_STEP) * step
+    return np.where(within, np.clip(wanted, -(INT4_MAX + 1) * step, INT4_MAX * step), wanted)
+
+
 def step_errors(layer: QuantizedLinear, target: FloatArray) -> FloatArray:
     """|grid_weight - target| in units of the distance between neighbouring codes, [out, in].
 
@@ -81,17 +83,6 @@ def step_errors(layer: QuantizedLinear, target: FloatArray) -> FloatArray:
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.abs(layer.grid_weight - target) / layer.step())
-
-
-def largest_step_error(layer: QuantizedLinear, distance: FloatArray) -> float:
-    """The largest of `step_errors` for distance = grid_weight - target, which is overwritten."""
-    np.abs(distance, out=distance)
-    step = layer.step()
-    if step.shape[1] == 1:  # dividing by what a row shares keeps the order
-        distance = distance.max(axis=1, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        distance /= step
-    return float(distance.max())
 
 
 def weight_cause(suspect: Suspect) -> str:

@@ -171,7 +171,7 @@ class LayeredModel:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Read a tensor into memory and cast it."""
-        return _widen(self.files, name, np.array(self.files.raw(name))).to(dtype)
+        return _widen(self.files, name, self.files.raw(name)).to(dtype, copy=True)
 
     def excerpt(self, indices: Sequence[int], *, dtype: str = "float32", head: bool = False) -> Any:  # noqa: ANN401
         """A model whose only decoder layers are some of the source's, on the device, for evaluation.

@@ -6,7 +6,6 @@ a failure takes longer and is computed for layers that failed, alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,14 +15,15 @@ import numpy as np
 from pipeline.core.progress import Progress
 from pipeline.quantize.checkpoint_reader import CheckpointReader, SourceReader
 from pipeline.quantize.checks import Check, rule
-from pipeline.quantize.diagnosis import Suspect, input_cause, largest_step_error, step_errors, weight_cause
+from pipeline.quantize.diagnosis import Suspect, input_cause, step_errors, weight_cause
 from pipeline.quantize.limits import Limits
-from pipeline.quantize.numerics import norm, relative_l2, sqnr_db, sum_of_squares
+from pipeline.quantize.numerics import norm, relative_l2, sqnr_db
 from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import PACKED, SMOOTHED, LinearFormat, QuantizedLinear
 from pipeline.quantize.side_by_side import in_order, row_blocks
 from pipeline.quantize.structure import linear_modules
 from pipeline.quantize.tensor_files import FloatArray, FloatRows, TensorFiles
+from pipeline.quantize.weight_pass import Measured, measure
 
 # Norm -> the layers that read its output, within a decoder layer of the Llama family. Their pre-quant
 # scale may be multiplied into the norm's weight instead of being stored.
@@ -200,59 +200,6 @@ class _Pair:
     source_bias: FloatArray | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """What one pass over a layer's weights gives.
-
-    Attributes:
-        step_error: of the worst weight, in rounding steps.
-        weight_error: relative L2 error of the weight.
-        outputs: float32 [n, out] of the stored layer for the recorded rows, empty without.
-        source_outputs: the same of the source's layer.
-    """
-
-    step_error: float
-    weight_error: float
-    outputs: FloatArray
-    source_outputs: FloatArray
-
-
-def _measure(pair: _Pair, x: FloatArray, limits: Limits) -> _Measured:
-    """Decode, compare and apply block by block: each weight is read from memory once."""
-    import torch
-
-    layer = pair.layer
-    x_hat = torch.from_numpy(layer.quantized_input(x))
-    fed = torch.from_numpy(x)
-    worst, errors, sizes = [], [], []
-    outputs, source_outputs = np.empty((2, len(x), layer.shape[0]), np.float32)
-    for rows in row_blocks(layer.shape):
-        block, source = layer.rows(rows), pair.source.rows(rows)
-        suspect = Suspect(layer=block, source=source, max_step_error=limits.max_step_error, max_clip=limits.max_clip)
-        distance = block.grid_weight - suspect.target
-        errors.append(sum_of_squares(_deviation(block, source, distance, limits)))
-        worst.append(largest_step_error(block, distance))
-        sizes.append(sum_of_squares(source))
-        if len(x):
-            # torch multiplies a few rows several times faster than numpy does.
-            outputs[:, rows] = (x_hat @ torch.from_numpy(block.weight).T).numpy()
-            source_outputs[:, rows] = (fed @ torch.from_numpy(source).T).numpy()
-    return _Measured(
-        step_error=float(np.max(worst)),
-        weight_error=math.sqrt(sum(errors)) / max(math.sqrt(sum(sizes)), _TINY),
-        outputs=outputs if layer.bias is None else outputs + layer.bias,
-        source_outputs=source_outputs if pair.source_bias is None else source_outputs + pair.source_bias,
-    )
-
-
-def _deviation(layer: QuantizedLinear, source: FloatArray, distance: FloatArray, limits: Limits) -> FloatArray:
-    """The stored weight times p less the source's; mostly known from the grid's `distance` to its target."""
-    p = layer.pre_quant_scale
-    if layer.second_scale is None and limits.max_clip == 1:
-        return distance if p is None else distance * p
-    return (layer.weight if p is None else layer.weight * p) - source
-
-
 def _check_layer(pair: _Pair, source: HuggingFaceReader, probes: TensorFiles | None, limits: Limits) -> list[Check]:
     module, layer = pair.module, pair.layer
     recorded = probes is not None and f"{module}.input" in probes and f"{module}.output" in probes
@@ -261,7 +208,7 @@ def _check_layer(pair: _Pair, source: HuggingFaceReader, probes: TensorFiles | N
         if probes is not None and recorded
         else np.empty((0, layer.shape[1]), np.float32)
     )
-    measured = _measure(pair, x, limits)
+    measured = measure(layer, pair.source, x, max_clip=limits.max_clip)
     checks = _check_weight(pair, measured, source, limits)
     if probes is None:
         return checks
@@ -282,7 +229,7 @@ def with_folded_scale(module: str, layer: QuantizedLinear, folded: Mapping[str, 
     return layer
 
 
-def _check_weight(pair: _Pair, measured: _Measured, source: HuggingFaceReader, limits: Limits) -> list[Check]:
+def _check_weight(pair: _Pair, measured: Measured, source: HuggingFaceReader, limits: Limits) -> list[Check]:
     module, layer = pair.module, pair.layer
     step = Check(name="weight.max_step_error", layer=module, value=measured.step_error, limit=limits.max_step_error)
     whole = Check(name="weight.relative_l2", layer=module, value=measured.weight_error, limit=limits.max_weight_error)
@@ -311,7 +258,7 @@ def tie_allowance(layer: QuantizedLinear, source: FloatArray, x: FloatArray) -> 
 
 def _check_output(
     pair: _Pair,
-    measured: _Measured,
+    measured: Measured,
     probe: tuple[FloatArray, FloatArray],
     source: HuggingFaceReader,
     limits: Limits,
@@ -319,9 +266,11 @@ def _check_output(
     explain: bool,
 ) -> list[Check]:
     """Compare the layer's outputs for a probe's x with its recorded ones and with the source's."""
-    module, layer, y = pair.module, pair.layer, measured.outputs
+    module, layer, y, wanted = pair.module, pair.layer, measured.outputs, measured.source_outputs
+    y = y if layer.bias is None else y + layer.bias
+    wanted = wanted if pair.source_bias is None else wanted + pair.source_bias
     x, recorded = probe
-    to_fake_quant, to_source = relative_l2(y, recorded), relative_l2(y, measured.source_outputs)
+    to_fake_quant, to_source = relative_l2(y, recorded), relative_l2(y, wanted)
     if explain and to_fake_quant > limits.max_fake_quant_error:
         beyond = np.maximum(np.abs(y - recorded) - tie_allowance(layer, source.linear(module).weight, x), 0)
         to_fake_quant = norm(beyond) / max(norm(recorded), _TINY)

@@ -21,11 +21,6 @@ def norm(values: FloatArray) -> float:
     return math.sqrt(float(np.einsum("i,i->", flat, flat, dtype=np.float64)))
 
 
-def sum_of_squares(rows: FloatArray) -> float:
-    """Of a block [n, m]: each row in float32, which errs by less than 1e-5 of it, the rows' sums in float64."""
-    return float(np.einsum("ij,ij->i", rows, rows).sum(dtype=np.float64))
-
-
 def relative_l2(approximation: FloatArray, exact: FloatArray) -> float:
     """||approximation - exact|| / ||exact||; 0 for two zeros, infinity against a zero `exact` or with NaN."""
     error, size = norm(approximation - exact), norm(exact)

@@ -26,7 +26,7 @@ A weight smoothed by p was stored as W / p: the layer computes the source's func
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -88,10 +88,6 @@ def e4m3_spacing(values: FloatArray) -> FloatArray:
     """The distance between neighbouring E4M3 numbers at `values` (2^-9 among the subnormals)."""
     power_of_two = (np.abs(values).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
     return np.maximum(power_of_two, np.float32(_E4M3_MIN_NORMAL)) * np.float32(_E4M3_MANTISSA)
-
-
-_E4M3_SPACING = e4m3_spacing(_E4M3)
-_E4M3_SPACING_PAIRS = _pairs(_E4M3_SPACING)
 
 
 def round_to_e4m3(values: FloatArray) -> FloatArray:
@@ -177,22 +173,6 @@ class QuantizedLinear:
             return None
         return self.shape[1] // self.scale.shape[1]
 
-    def rows(self, rows: slice) -> QuantizedLinear:
-        """The outputs from `rows.start` to `rows.stop`, both even, as a layer of their own."""
-        outputs = self.shape[0]
-        packed = slice(rows.start // 2, rows.stop // 2) if self.format in PACKED else rows
-
-        def part(values: Array | None) -> Array | None:
-            return values[rows] if values is not None and values.ndim and len(values) == outputs else values
-
-        return replace(
-            self,
-            codes=self.codes[packed],
-            scale=part(self.scale),
-            zero_point=part(self.zero_point),
-            bias=part(self.bias),
-        )
-
     def levels(self) -> FloatArray:
         """The codes as numbers less their zero points, before any scale: float32 [out, in]."""
         match self.format:
@@ -208,8 +188,8 @@ class QuantizedLinear:
                     levels -= np.repeat(self.zero_point, levels.shape[1] // self.zero_point.shape[1], axis=1)
                 return levels
 
-    def expanded_scale(self) -> FloatArray:
-        """`scale` in a shape that broadcasts over [out, in]; one where there is none.
+    def grouped_scale(self) -> FloatArray:
+        """`scale` as [out, groups] of equally many inputs, or with one in place of either; one where there is none.
 
         Raises:
             IntegrityError: the scale's shape does not belong to the weight's.
@@ -224,10 +204,19 @@ class QuantizedLinear:
         if self.format in PACKED and self.scale.ndim == 2 and self.scale.shape[0] == out_features:  # noqa: PLR2004
             groups = self.scale.shape[1]
             if groups and in_features % groups == 0:
-                return np.repeat(self.scale, in_features // groups, axis=1)
+                return self.scale
         raise IntegrityError(
             f"weight_scale {list(self.scale.shape)} does not fit a {self.format} weight {list(self.shape)}."
         )
+
+    def expanded_scale(self) -> FloatArray:
+        """`grouped_scale` in a shape that broadcasts over [out, in].
+
+        Raises:
+            IntegrityError: the scale's shape does not belong to the weight's.
+        """
+        scale = self.grouped_scale()
+        return scale if scale.shape[1] == 1 else np.repeat(scale, self.shape[1] // scale.shape[1], axis=1)
 
     @remembered
     def grid_weight(self) -> FloatArray:
@@ -249,7 +238,7 @@ class QuantizedLinear:
         Rounding moves a value by half of it at most.
         """
         if self.format in FP8:
-            return _look_up(_E4M3_SPACING, _E4M3_SPACING_PAIRS, self.codes) * self.expanded_scale()
+            return e4m3_spacing(self.levels()) * self.expanded_scale()
         return self.expanded_scale()
 
     def quantized_input(self, x: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Independent pieces of numpy work on all cores: numpy lets go of the interpreter while it computes."""
+"""Independent pieces of numpy and torch work on all cores: both let go of the interpreter while they compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_BLOCK = 1 << 17  # weights; all arrays of a step over so many stay in a core's own cache
+_BLOCK = 1 << 18  # weights; all arrays of a step over so many stay in a core's own cache
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
@@ -21,13 +21,20 @@ def in_order(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """
     cores = len(os.sched_getaffinity(0))
     pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(cores) as pool:
+    with ThreadPoolExecutor(cores, initializer=_compute_alone) as pool:
         for item in items:
             pending.append(pool.submit(work, item))
             if len(pending) > 2 * cores:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def _compute_alone() -> None:
+    """Keep torch in this thread from taking the other cores as well; they have work of their own."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:

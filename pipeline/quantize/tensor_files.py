@@ -115,12 +115,13 @@ class TensorFiles(Mapping[str, TensorInfo]):
         """Map a tensor's stored values: bit patterns (uint16, uint8) for BF16 and F8_E4M3.
 
         The kernel starts to read a large one, so that who maps the next tensor early finds it there later.
+        The map is private: torch takes arrays that can be written, and nothing that is written reaches the file.
         """
         info = self._tensors[name]
         if 0 in info.shape:
             return np.zeros(info.shape, _STORAGE[info.dtype])
         _read_ahead(info)
-        values = np.memmap(info.file, _STORAGE[info.dtype], "r", info.offset, (math.prod(info.shape),))
+        values = np.memmap(info.file, _STORAGE[info.dtype], "c", info.offset, (math.prod(info.shape),))
         return np.asarray(values).reshape(info.shape)
 
     def floats(self, name: str) -> FloatArray:
