@@ -1,7 +1,7 @@
 """What becomes of every format and every quantized source on every target, and why.
 
-Nothing is decided here. Formats that are made and layouts that are passed on are asked from config/legality.py, what is
-converted from quantize/foreign/convert.py, with one small layer of each layout as its reader would give it.
+Nothing is decided here. Formats that are made and layouts that are passed on are asked from config/legality.py, what
+is converted from quantize/foreign/convert.py too, with one small layer of each layout as its reader would give it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import numpy as np
 from pipeline.config import legality
 from pipeline.config.deployment import Gpu, TargetName
 from pipeline.config.schema import BuildConfig, LayerFormat
-from pipeline.quantize.foreign.convert import obstacle
+from pipeline.examine import CONVERTED
+from pipeline.quantize.foreign.convert import format_of, obstacle
 from pipeline.quantize.foreign.linear import BITS, Element, ForeignLinear, consecutive
+from pipeline.quantize.formats import Export
 
 Verdict = Literal["made", "converted", "passed on", "refused"]
 HEADER: Final = ("source", "format", "target", "verdict", "why")
@@ -60,29 +62,35 @@ def rows(gpu: Gpu = "H100") -> list[Row]:
 def _of_16_bit(gpu: Gpu) -> Iterator[Row]:
     for form in get_args(LayerFormat):
         for target in get_args(TargetName):
-            problems = [p for p in legality.check(_config(target, gpu, form), None) if p.severity == "error"]
-            why = " ".join(f"{problem.message} {problem.hint}" for problem in problems)
-            verdict: Verdict = "refused" if problems else "made"
-            yield Row(source=_SIXTEEN_BIT, format=form, target=target, verdict=verdict, why=why)
+            why = _refusal(target, gpu, form)
+            yield Row(source=_SIXTEEN_BIT, format=form, target=target, verdict="refused" if why else "made", why=why)
 
 
 def _made_elsewhere(gpu: Gpu) -> Iterator[Row]:
     for layout, (source, layer) in layouts().items():
         for target in get_args(TargetName):
-            if target == "openvino":
-                found = obstacle(layer)
-                verdict: Verdict = "refused" if found else "converted"
-                why = found or _taken(layer)
+            export = CONVERTED.get(target)
+            if export is None:
+                why = _refusal(target, gpu, "bf16", layout=layout)
+                verdict: Verdict = "refused" if why else "passed on"
             else:
-                config = _config(target, gpu, "bf16")
-                errors = [p for p in legality.check(config, None, layout=layout) if p.severity == "error"]
-                why = " ".join(f"{problem.message} {problem.hint}" for problem in errors)
-                verdict = "refused" if errors else "passed on"
+                why = obstacle(layer, export=export) or _refusal(target, gpu, format_of(layer, export)[0])
+                verdict = "refused" if why else "converted"
+                why = why or _taken(layer, export)
             yield Row(source=source, format=layout, target=target, verdict=verdict, why=why)
 
 
-def _taken(layer: ForeignLinear) -> str:
-    """What of a convertible layer is not computed as its maker meant it."""
+def _refusal(target: str, gpu: Gpu, form: str, *, layout: str | None = None) -> str:
+    """Why the legality table refuses a format, or a layout that would be passed on; empty where it does not."""
+    problems = legality.check(_config(target, gpu, form), None, layout=layout)
+    return " ".join(f"{problem.message} {problem.hint}" for problem in problems if problem.severity == "error")
+
+
+def _taken(layer: ForeignLinear, export: Export) -> str:
+    """What of a convertible layer is not computed as its maker meant it, or not of every such checkpoint."""
+    if export == "trtllm":
+        int4, fp8 = "where no weight has a zero point", "where q, k and v have one scale; most tools give each its own"
+        return {"int4": int4, "e4m3": fp8}.get(layer.element, "")
     rounded_at_run_time = layer.dynamic_activations and layer.input_scale is None
     return "weights only: its activations are not rounded at run time" if rounded_at_run_time else ""
 

@@ -83,12 +83,7 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
             yield Problem(where=f"{provenance[key]} {key}", message=message, hint=hint)
     if made.note:
         yield Problem(where="source", message=f"{made.method}: {made.note}.", severity="warning")
-    if made.passed_on and config.quantization.kv_cache != "auto":
-        message = "the checkpoint is passed on as it is, and it has no scales of a KV cache."
-        yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto.")
-    elif config.quantization.kv_cache == "fp8":
-        message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
-        yield Problem(where="quantization.kv_cache", message=message, hint="Set kv_cache: auto or int8.")
+    yield from _kv_cache(config, made)
     if config.quantization.overrides:
         message = f"the checkpoint's layers have their formats already ({made.method})."
         hint = "Remove the key: nothing is quantized again."
@@ -104,3 +99,18 @@ def check(config: BuildConfig, made: MadeElsewhere, provenance: Mapping[str, str
         hint = "Set verify.reference to the 16-bit checkpoint."
         # Another step of a fallback may name one, so this alone stops nothing: see `Build.can_be_judged`.
         yield Problem(where="quality", message=message, hint=hint, severity="warning")
+
+
+def _kv_cache(config: BuildConfig, made: MadeElsewhere) -> Iterator[Problem]:
+    """A KV cache whose scales would come from a calibration, which there is none of."""
+    asked, engine = config.quantization.kv_cache, config.engine.target == "tensorrt_llm"
+    message, hint = "", "Set kv_cache: auto."
+    if made.passed_on and asked != "auto":
+        message = "the checkpoint is passed on as it is, and it has no scales of a KV cache."
+    elif asked == "fp8":
+        message = "the scales of an fp8 KV cache come from calibration, and nothing is calibrated here."
+        hint = hint if engine else "Set kv_cache: auto or int8."
+    elif asked == "int8" and engine:
+        message = "an engine takes the scales of an int8 KV cache from calibration, and nothing is calibrated here."
+    if message:
+        yield Problem(where="quantization.kv_cache", message=message, hint=hint)

@@ -35,10 +35,12 @@ class SourceReader(Protocol):
     """What a checkpoint was made from: a 16-bit one, or one quantized elsewhere, read as what it stands for.
 
     Attributes:
+        directory: where its config.json is.
         config: config.json.
         tensors: every tensor by its name in the model; of a weight quantized elsewhere, the shape alone counts.
     """
 
+    directory: Path
     config: dict[str, Any]
 
     @property

@@ -7,7 +7,7 @@ In both cases config.json comes from `trtllm_config`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,18 +210,20 @@ def plain_tensors(
     """
     import torch
 
+    def read(name: str) -> torch.Tensor:
+        whole = torch.from_numpy(source.floats("model.embed_tokens.weight" if name not in source else name))
+        norm = name.endswith(("layernorm.weight", "model.norm.weight"))
+        return whole + layout.family.norm_offset if norm else whole
+
     stage, index = divmod(rank, layout.tp)
-    groups = _group(layout, names, stage)
     return {
-        stored: _assemble(layout, source, members, index).to(
-            torch.float32 if stored.endswith("router.weight") else dtype
-        )
-        for stored, members in groups.items()
+        stored: assemble(layout, read, members, index).to(torch.float32 if stored.endswith("router.weight") else dtype)
+        for stored, members in stored_groups(layout, names, stage).items()
     }
 
 
-def _group(layout: Layout, names: Sequence[str], stage: int) -> dict[str, list[tuple[str, Place]]]:
-    """Stored tensor -> the source's parameters that make it up."""
+def stored_groups(layout: Layout, names: Sequence[str], stage: int) -> dict[str, list[tuple[str, Place]]]:
+    """Stored tensor of a pipeline stage -> the source's parameters that make it up."""
     groups: dict[str, list[tuple[str, Place]]] = {}
     for name in names:
         module, _, parameter = name.rpartition(".")
@@ -231,29 +233,35 @@ def _group(layout: Layout, names: Sequence[str], stage: int) -> dict[str, list[t
     return groups
 
 
-def _assemble(layout: Layout, source: TensorFiles, members: Sequence[tuple[str, Place]], index: int) -> torch.Tensor:
-    """One stored tensor of tensor rank `index`, float32: experts stacked, row blocks in file order."""
+def assemble(
+    layout: Layout, read: Callable[[str], torch.Tensor], members: Sequence[tuple[str, Place]], index: int
+) -> torch.Tensor:
+    """One stored tensor of tensor rank `index`: its share of what `read` gives, experts stacked, blocks in file order.
+
+    Args:
+        layout: of the checkpoint.
+        read: a member's whole tensor, its rows the layer's outputs, its columns inputs or groups of inputs.
+        members: from `stored_groups`.
+        index: of the tensor rank.
+    """
     import torch
 
     experts: dict[int | None, list[tuple[str, Place]]] = {}
     for name, place in members:
         experts.setdefault(place.expert, []).append((name, place))
-    stacked = [_assemble_rows(layout, source, experts[key], index) for key in sorted(experts, key=lambda k: k or 0)]
+    stacked = [_assemble_rows(layout, read, experts[key], index) for key in sorted(experts, key=lambda k: k or 0)]
     return torch.stack(stacked) if None not in experts else stacked[0]
 
 
 def _assemble_rows(
-    layout: Layout, source: TensorFiles, members: Sequence[tuple[str, Place]], index: int
+    layout: Layout, read: Callable[[str], torch.Tensor], members: Sequence[tuple[str, Place]], index: int
 ) -> torch.Tensor:
     import torch
 
     blocks: dict[str, torch.Tensor] = {}
     for name, place in members:
-        stored_name = "model.embed_tokens.weight" if name not in source else name
-        whole = torch.from_numpy(source.floats(stored_name))
+        whole = read(name)
         if not place.part.blocks:
-            norm = name.endswith(("layernorm.weight", "model.norm.weight"))
-            whole = whole + layout.family.norm_offset if norm else whole
             row_cut = place.part.split == "row" and whole.ndim > 1
             return whole.chunk(layout.tp, dim=1)[index] if row_cut else whole
         start = 0

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.quantize.checkpoint_reader import SourceReader
 from pipeline.quantize.checks import Check, rule
-from pipeline.quantize.readers import HuggingFaceReader
 from pipeline.quantize.reference import PACKED, LinearFormat
 from pipeline.quantize.structure import Broken, linear_modules, unlisted
 from pipeline.quantize.trtllm_config import rotary
@@ -66,7 +66,7 @@ class _Stored:
     format: LinearFormat
 
 
-def check_trtllm_structure(source: HuggingFaceReader, reader: TensorRTLLMReader) -> list[Check]:
+def check_trtllm_structure(source: SourceReader, reader: TensorRTLLMReader) -> list[Check]:
     """Check everything that needs no arithmetic (see the module's docstring)."""
     expected = {stage: expected_tensors(source, reader, stage) for stage in range(reader.layout.pp)}
     homeless = [name for name in source.tensors if reader.layout.place(name.rpartition(".")[0]) is None]
@@ -82,7 +82,7 @@ def check_trtllm_structure(source: HuggingFaceReader, reader: TensorRTLLMReader)
     return checks
 
 
-def expected_tensors(source: HuggingFaceReader, reader: TensorRTLLMReader, stage: int) -> dict[str, Expected]:
+def expected_tensors(source: SourceReader, reader: TensorRTLLMReader, stage: int) -> dict[str, Expected]:
     """Every tensor of each rank of a pipeline stage, for this source and the export's format."""
     plain = "BF16" if reader.dtype == "bfloat16" else "F16"
     expected: dict[str, Expected] = {}
@@ -115,7 +115,7 @@ def _attention_modules(reader: TensorRTLLMReader, stage: int) -> Iterator[tuple[
         yield f"model.layers.{stage * per_stage + index}.self_attn", f"transformer.layers.{index}.attention"
 
 
-def _stored_modules(source: HuggingFaceReader, reader: TensorRTLLMReader, stage: int) -> Iterator[_Stored]:
+def _stored_modules(source: SourceReader, reader: TensorRTLLMReader, stage: int) -> Iterator[_Stored]:
     """The linear layers of a stage as they are stored; lm_head is always one, tied or not."""
     linears = linear_modules(source)
     if "lm_head" not in linears:
@@ -280,7 +280,7 @@ def _bad_scales(expected: Tables, reader: TensorRTLLMReader) -> Broken:
                 yield where, f"rank {rank}: {name}: {detail}", "corrupted scale"
 
 
-def _bad_excludes(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broken:
+def _bad_excludes(source: SourceReader, reader: TensorRTLLMReader) -> Broken:
     """Layers whose storage contradicts the config's lists, which is how the engine build decides what to load."""
     if reader.format == "float":
         return
@@ -293,7 +293,7 @@ def _bad_excludes(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broke
         yield name, "quant_cfg.json lists it, and the layout has no such layer", ""
 
 
-def _wrong_config(source: HuggingFaceReader, reader: TensorRTLLMReader) -> Broken:
+def _wrong_config(source: SourceReader, reader: TensorRTLLMReader) -> Broken:
     for field, wanted in _config_facts(source, reader).items():
         stored = reader.config.get(field)
         if stored != wanted:
@@ -320,7 +320,7 @@ def _wrong_layer_config(reader: TensorRTLLMReader) -> Broken:
             yield name, f"quant_cfg.json: {key} is no field of a layer, and the engine build stops there", ""
 
 
-def _config_facts(source: HuggingFaceReader, reader: TensorRTLLMReader) -> dict[str, Any]:
+def _config_facts(source: SourceReader, reader: TensorRTLLMReader) -> dict[str, Any]:
     """Field of config.json -> what it must be, read from the source's tensors where they tell."""
     hf = _complete_config(source)
     base, scaling = rotary(hf)
@@ -353,7 +353,7 @@ def _has_packed(reader: TensorRTLLMReader) -> bool:
     return reader.format in PACKED or any(form in PACKED for form, _ in reader.declared.layers.values())
 
 
-def _complete_config(source: HuggingFaceReader) -> dict[str, Any]:
+def _complete_config(source: SourceReader) -> dict[str, Any]:
     """The source's config with the defaults of its class, which config.json may leave out."""
     from transformers import AutoConfig
 

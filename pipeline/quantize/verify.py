@@ -154,7 +154,7 @@ def formats_in(reader: CheckpointReader) -> tuple[LinearFormat, ...]:
 
 
 def _check_structure(original: SourceReader, reader: CheckpointReader) -> list[Check]:
-    if isinstance(reader, TensorRTLLMReader) and isinstance(original, HuggingFaceReader):
+    if isinstance(reader, TensorRTLLMReader):
         return check_trtllm_structure(original, reader)
     if isinstance(reader, HuggingFaceReader):
         return check_structure(original, reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeline.core.artifacts import Calibration, FormatChoice, QuantizedCheckpoint, Sensitivities, SourceCheckpoint
@@ -227,7 +228,8 @@ def convert(build: Build, made: Made, inputs: Inputs) -> Step:
         if made.passed_on:
             pass_on(ctx.input("source", SourceCheckpoint), made, out=ctx.out, progress=ctx.progress)
         else:
-            convert(ctx.input("source", SourceCheckpoint), made, kv_cache=kv_cache, out=ctx.out, progress=ctx.progress)
+            source, layout = ctx.input("source", SourceCheckpoint), wanted(build.config)
+            convert(source, made, layout, kv_cache=kv_cache, out=ctx.out, progress=ctx.progress)
 
     return Step(
         name="convert",
@@ -239,7 +241,8 @@ def convert(build: Build, made: Made, inputs: Inputs) -> Step:
             "dtype": made.dtype,
             "kv_cache": kv_cache,
         }
-        | ({"layout": made.layout, "passed_on": True} if made.passed_on else {}),
+        | ({"layout": made.layout, "passed_on": True} if made.passed_on else {})
+        | (asdict(wanted(build.config)) if export_layout(build.config) == "trtllm" else {}),
         inputs=inputs,
         toolchain=toolchain("torch"),
         run=run,

@@ -6,8 +6,8 @@
     FP8, one scale per weight, static activations            fp8
     FP8, one scale per output, activations scaled per token  fp8_rowwise
 
-Anything else is refused by name. Codes and scales are copied (16-bit scales widened to float32, which is exact), so
-the converted layer is the same function of its input.
+The files of TensorRT-LLM's ranks hold fewer (engine_layout). Anything else is refused by name. Codes and scales are
+copied (16-bit scales widened to float32, which is exact), so the converted layer is the same function of its input.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
 from pipeline.errors import ConfigError, Problem
 from pipeline.quantize.export import copy_tokenizer, write_json
+from pipeline.quantize.foreign.engine_layout import engine_obstacle, target_of, write_ranks
 from pipeline.quantize.foreign.linear import ForeignLinear
 from pipeline.quantize.foreign.reader import ForeignReader, read_foreign
-from pipeline.quantize.formats import GROUP_SIZES
+from pipeline.quantize.formats import GROUP_SIZES, Export, WantedCheckpoint
 from pipeline.quantize.reference import pack_int4
 from pipeline.quantize.shards import write_shards
 from pipeline.quantize.structure import linear_modules
@@ -77,8 +79,12 @@ class Made:
     note: str = ""
 
 
-def identify(directory: Path) -> Made:
+def identify(directory: Path, *, export: Export = "hf") -> Made:
     """Say what a checkpoint is, from config.json, the headers and one layer; `convert` checks the others.
+
+    Args:
+        directory: the checkpoint made elsewhere.
+        export: the layout that it is to be written in.
 
     Raises:
         ConfigError: a method, variant or layer that cannot be converted, by name.
@@ -87,10 +93,10 @@ def identify(directory: Path) -> Made:
     reader = read_foreign(directory)
     module = reader.quantized_modules()[0]
     layer = reader.foreign_linear(module)
-    found = obstacle(layer)
+    found = obstacle(layer, export=export)
     if found:
         raise _cannot(reader, [Problem(where=module, message=found)])
-    format_, group_size = _format_of(layer)
+    format_, group_size = format_of(layer, export)
     rounded_at_run_time = layer.element == "int8" and layer.dynamic_activations and layer.input_scale is None
     return Made(
         method=reader.method,
@@ -102,8 +108,14 @@ def identify(directory: Path) -> Made:
     )
 
 
-def obstacle(layer: ForeignLinear) -> str:
-    """Why no format holds a layer exactly; empty where one does."""
+def obstacle(layer: ForeignLinear, *, export: Export = "hf") -> str:
+    """Why no format of a layout holds a layer exactly; empty where one does."""
+    if export == "trtllm" and (found := engine_obstacle(layer)):
+        return found
+    return _without_format(layer)
+
+
+def _without_format(layer: ForeignLinear) -> str:
     if not layer.symmetric and layer.element != "int4":
         return f"has zero points (asymmetric {layer.element}); only int4 weights have them here."
     if layer.element == "e4m3":
@@ -131,12 +143,15 @@ def obstacle(layer: ForeignLinear) -> str:
     return next((words for words, holds in found.items() if holds), "")
 
 
-def _format_of(layer: ForeignLinear) -> tuple[Format, int | None]:
-    """The format that holds a layer without an obstacle exactly, and its group size."""
+def format_of(layer: ForeignLinear, export: Export) -> tuple[Format, int | None]:
+    """The format that holds a layer without an obstacle exactly, and its group size.
+
+    An engine's checkpoint has int4 in groups with a pre-quant scale alone, which may be one.
+    """
     if layer.element == "e4m3":
         return ("fp8" if layer.scales.size == 1 else "fp8_rowwise"), None
     if layer.element == "int4":
-        return ("int4_awq" if layer.smoothed else "int4_wo"), layer.group_size
+        return ("int4_awq" if layer.smoothed or export == "trtllm" else "int4_wo"), layer.group_size
     return ("int8_wo" if layer.input_scale is None else "int8_sq"), None
 
 
@@ -155,12 +170,21 @@ def _cannot(reader: ForeignReader, problems: list[Problem]) -> ConfigError:
     )
 
 
-def convert(source: SourceCheckpoint, made: Made, *, kv_cache: KVCacheFormat, out: Path, progress: Progress) -> None:
+def convert(
+    source: SourceCheckpoint,
+    made: Made,
+    wanted: WantedCheckpoint,
+    *,
+    kv_cache: KVCacheFormat,
+    out: Path,
+    progress: Progress,
+) -> None:
     """Write a QuantizedCheckpoint directory (core/artifacts.py) of a checkpoint made elsewhere to `out`.
 
     Args:
         source: the checkpoint made elsewhere.
         made: what it is, from `identify`.
+        wanted: layout and ranks.
         kv_cache: auto, or int8 whose scales the runtime finds.
         out: an existing or new directory.
         progress: told of each layer.
@@ -171,17 +195,33 @@ def convert(source: SourceCheckpoint, made: Made, *, kv_cache: KVCacheFormat, ou
     """
     reader = read_foreign(source.path)
     progress.note(f"convert {reader.method} to {made.format}: codes and scales are copied, nothing is quantized again")
-    hf = out / "hf"
-    hf.mkdir(parents=True)
-    with progress.track("convert layers", len(reader.quantized_modules()), "layers") as advance:
-        problems = write_shards(hf, _tensors(reader, made, advance))
-    if problems:
-        raise _cannot(reader, problems)
     quantized = reader.quantized_modules()
     excluded = [name for name in linear_modules(reader) if name not in set(quantized)]
-    _write_configs(hf, reader, made, sorted({"lm_head", *excluded} - set(quantized)))
-    copy_tokenizer(source.path, hf)
-    _write_records(out, reader, made, kv_cache, excluded)
+    directory = out / wanted.export
+    directory.mkdir(parents=True)
+    with progress.track("convert layers", len(quantized), "layers") as advance:
+        if wanted.export == "trtllm":
+            target = target_of(reader, made.format, made.group_size, wanted)
+            read = partial(_checked, reader, made, wanted.export)
+            problems = write_ranks(reader, target, read, directory, advance)
+        else:
+            problems = write_shards(directory, _tensors(reader, made, advance))
+    if problems:
+        raise _cannot(reader, problems)
+    if wanted.export == "hf":
+        _write_configs(directory, reader, made, sorted({"lm_head", *excluded} - set(quantized)))
+        copy_tokenizer(source.path, directory)
+    _write_records(out, reader, made, wanted, kv_cache=kv_cache, excluded=excluded)
+
+
+def _checked(reader: ForeignReader, made: Made, export: Export, module: str) -> ForeignLinear | Problem:
+    """A quantized layer, or why it cannot be written like the first one."""
+    layer = reader.foreign_linear(module)
+    problem = obstacle(layer, export=export)
+    if not problem and format_of(layer, export) != (made.format, made.group_size):
+        found = format_of(layer, export)
+        problem = f"is {found}, another layer is {(made.format, made.group_size)}; all must be alike."
+    return Problem(where=module, message=problem) if problem else layer
 
 
 def _tensors(reader: ForeignReader, made: Made, advance: Any) -> Iterator[tuple[str, torch.Tensor] | Problem]:  # noqa: ANN401 - a callback
@@ -196,12 +236,9 @@ def _tensors(reader: ForeignReader, made: Made, advance: Any) -> Iterator[tuple[
             values = torch.from_numpy(np.array(reader.tensor(name)))
             yield name, values.to(dtype) if info.dtype in {"F32", "F16", "BF16"} else values
             continue
-        layer = reader.foreign_linear(module)
-        problem = obstacle(layer)
-        if not problem and _format_of(layer) != (made.format, made.group_size):
-            problem = f"is {_format_of(layer)}, another layer is {(made.format, made.group_size)}; all must be alike."
-        if problem:
-            yield Problem(where=module, message=problem)
+        layer = _checked(reader, made, "hf", module)
+        if isinstance(layer, Problem):
+            yield layer
         else:
             for suffix, tensor in _unified(layer, made.format, dtype).items():
                 yield f"{module}.{suffix}", tensor
@@ -257,7 +294,15 @@ def _write_configs(hf: Path, reader: ForeignReader, made: Made, excluded: list[s
     write_json(hf / "config.json", config | {"dtype": made.dtype, "quantization_config": described})
 
 
-def _write_records(out: Path, reader: ForeignReader, made: Made, kv_cache: KVCacheFormat, excluded: list[str]) -> None:
+def _write_records(
+    out: Path,
+    reader: ForeignReader,
+    made: Made,
+    wanted: WantedCheckpoint,
+    *,
+    kv_cache: KVCacheFormat,
+    excluded: list[str],
+) -> None:
     from safetensors.torch import save_file
 
     settings = json.loads((reader.directory / "config.json").read_text("utf-8"))["quantization_config"]
@@ -270,10 +315,10 @@ def _write_records(out: Path, reader: ForeignReader, made: Made, kv_cache: KVCac
             "smoothquant_alpha": None,
             "kv_cache": kv_cache,
             "kv_cache_scales": False,
-            "export": "hf",
+            "export": wanted.export,
             "dtype": made.dtype,
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
+            "tensor_parallel_size": wanted.tensor_parallel_size,
+            "pipeline_parallel_size": wanted.pipeline_parallel_size,
             "exclude": excluded,
             "quantized_layers": list(reader.quantized_modules()),
             "excluded_layers": excluded,
