@@ -11,6 +11,7 @@ stored tensor (q, k and v) share what it has one of: where theirs differ, they a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "torch.Tensor"]
 Members = Sequence[tuple[str, Place]]
+
+_OUTSIDE = "outside"  # the part of a rank that is in no decoder layer; the others are called as their names begin
 
 
 def engine_obstacle(layer: ForeignLinear) -> str:
@@ -100,42 +103,66 @@ def write_ranks(
         directory: trtllm/, empty.
         advance: told of quantized layers.
     """
-    import torch
-
-    layout, dtype = layout_of(target), getattr(torch, target.dtype)
+    layout = layout_of(target)
     kept = Pieces(directory / "unfinished", durable=False)
-    plain = [name for name, info in reader.tensors.items() if info.dtype != "CODES"]
-    plain += [name for name in ("lm_head.weight",) if name not in reader.tensors]
-    problems: list[Problem] = []
+    cutter = _Cutter(reader=reader, layout=layout, dtype=target.dtype, layer=layer, kept=kept)
     per_stage = layout.layers // layout.pp
+    problems: list[Problem] = []
     for stage in range(layout.pp):
-        layers = [f"model.layers.{index}." for index in range(stage * per_stage, (stage + 1) * per_stage)]
-        outside = [name for name in plain if not name.startswith("model.layers.")]
-        for prefix in ("", *layers):
-            modules = [name for name in reader.quantized_modules() if prefix and name.startswith(prefix)]
-            read = {f"{name}.weight": layer(name) for name in modules}
-            problems += [found for found in read.values() if isinstance(found, Problem)]
-            found = {name: linear for name, linear in read.items() if isinstance(linear, ForeignLinear)}
-            groups = stored_groups(layout, list(found), stage)
-            problems += [problem for members in groups.values() for problem in _unlike(members, found)]
-            advance(len(modules))
-            if problems:
-                continue
-            names = [name for name in plain if name.startswith(prefix)] if prefix else outside
-            for rank in layout.ranks(stage):
-                tensors = plain_tensors(layout, TensorFiles(reader.directory), names, rank=rank, dtype=dtype)
-                for stored, members in groups.items():
-                    linear = _stored_linear(layout, members, found, dtype, rank % layout.tp)
-                    base = stored.removesuffix(".weight")
-                    tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in linear.items()}
-                kept.write(f"{rank}-{prefix or 'outside'}", tensors)
+        parts = [_OUTSIDE, *(f"model.layers.{stage * per_stage + index}." for index in range(per_stage))]
+        for part in parts:
+            problems += cutter.write(part, stage)
+            advance(len(cutter.modules(part)))
         if not problems:
             for rank in layout.ranks(stage):
-                parts = [kept.path(f"{rank}-{prefix}") for prefix in ("outside", *layers)]
-                join(parts, directory / f"rank{rank}.safetensors")
+                files = [kept.path(f"{rank}-{part}") for part in parts]
+                join(files, directory / f"rank{rank}.safetensors")
     discard(kept.directory)
     describe(target, directory, None)
     return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cutter:
+    """Cuts a checkpoint made elsewhere for ranks, a decoder layer at a time."""
+
+    reader: ForeignReader
+    layout: Layout
+    dtype: str
+    layer: Callable[[str], ForeignLinear | Problem]
+    kept: Pieces
+
+    def modules(self, part: str) -> list[str]:
+        """The quantized layers of a part."""
+        return [name for name in self.reader.quantized_modules() if name.startswith(part)]
+
+    def write(self, part: str, stage: int) -> list[Problem]:
+        """Write a part for every tensor rank of a pipeline stage, or return why it cannot be."""
+        import torch
+
+        read = {f"{name}.weight": self.layer(name) for name in self.modules(part)}
+        layers = {name: found for name, found in read.items() if isinstance(found, ForeignLinear)}
+        groups = stored_groups(self.layout, list(layers), stage)
+        problems = [found for found in read.values() if isinstance(found, Problem)]
+        problems += [problem for members in groups.values() for problem in _unlike(members, layers)]
+        if problems:
+            return problems
+        files, dtype = TensorFiles(self.reader.directory), getattr(torch, self.dtype)
+        for rank in self.layout.ranks(stage):
+            tensors = plain_tensors(self.layout, files, self._plain(part), rank=rank, dtype=dtype)
+            for stored, members in groups.items():
+                linear = _stored_linear(self.layout, members, layers, dtype, rank % self.layout.tp)
+                base = stored.removesuffix(".weight")
+                tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in linear.items()}
+            self.kept.write(f"{rank}-{part}", tensors)
+        return []
+
+    def _plain(self, part: str) -> list[str]:
+        """The parameters of a part that are not quantized; the head is one of them, tied or not."""
+        plain = [name for name, info in self.reader.tensors.items() if info.dtype != "CODES"]
+        if part != _OUTSIDE:
+            return [name for name in plain if name.startswith(part)]
+        return [name for name in dict.fromkeys([*plain, "lm_head.weight"]) if not name.startswith("model.layers.")]
 
 
 def _unlike(members: Members, layers: Mapping[str, ForeignLinear]) -> Iterator[Problem]:
