@@ -15,8 +15,8 @@ import numpy as np
 
 from pipeline.config import legality
 from pipeline.config.deployment import Gpu, TargetName
+from pipeline.config.elsewhere import CONVERTED
 from pipeline.config.schema import BuildConfig, LayerFormat
-from pipeline.examine import CONVERTED
 from pipeline.quantize.foreign.convert import format_of, obstacle
 from pipeline.quantize.foreign.linear import BITS, Element, ForeignLinear, consecutive
 from pipeline.quantize.formats import Export

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,12 @@ from pipeline.config.variants import planned, variants
 from pipeline.core.digest import FileHasher
 from pipeline.errors import ConfigError, Problem
 from pipeline.host.probe import HostProfile, probe
-from pipeline.quantize.formats import Export
 
 if TYPE_CHECKING:
     from pipeline.quantize.foreign.convert import Made
 
 # TensorRT executes these products itself, so it can choose sparse kernels; the others are plugins with dense ones.
 SPARSE_KERNELS = ("bf16", "fp16", "fp8")
-# Targets whose files are made of a checkpoint made elsewhere, and the layout; runtimes of the others read its own.
-CONVERTED: Mapping[str, Export] = {"openvino": "hf", "tensorrt_llm": "trtllm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +141,7 @@ def _made_elsewhere(loaded: LoadedConfig, source: ResolvedSource) -> tuple[Made 
     from pipeline.quantize.foreign.passing import recognise
 
     target = loaded.config.engine.target
-    layout = CONVERTED.get(target)
+    layout = elsewhere.CONVERTED.get(target)
     made = recognise(source.location) if layout is None else identify(source.location, export=layout)
     return made, tuple(elsewhere.check(loaded.config, made, loaded.provenance))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pipeline.config.load import DEFAULT
 from pipeline.config.schema import BuildConfig
 from pipeline.errors import Problem
 
 _UNUSED_TOKENS = 8
+# Targets that are given the checkpoint's codes in a layout of ours; runtimes of the others read its own files.
+CONVERTED: Mapping[str, Literal["hf", "trtllm"]] = {"openvino": "hf", "tensorrt_llm": "trtllm"}
 
 
 class MadeElsewhere(Protocol):

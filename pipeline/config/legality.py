@@ -234,12 +234,17 @@ def _refusals(facts: Mapping[str, Fact]) -> Iterator[Problem]:
     yield from (_judged(row, facts, "warning") for row in table().warning if _matches(row, facts))
 
 
+def readers_of(layout: str) -> list[str]:
+    """Return the targets whose runtimes read a layout of another tool as it is, on some GPU."""
+    rows = [row.when for row in table().passed_on if _holds(row.when["layout"], layout)]
+    return sorted({str(target) for when in rows for target in when["target"]})
+
+
 def _passed_on(facts: Mapping[str, Fact]) -> Iterator[Problem]:
     """Refuse a layout that the target's runtime does not read."""
     if any(_matches(row, facts) for row in table().passed_on):
         return
-    readers = [row.when for row in table().passed_on if _holds(row.when["layout"], facts["layout"])]
-    others = sorted({str(target) for when in readers for target in when["target"]} - {facts["target"]})
+    others = sorted(set(readers_of(str(facts["layout"]))) - {facts["target"]})
     where = f"{facts['target']} on {facts['gpu']}" if "gpu" in facts else str(facts["target"])
     hint = f"It is read by {' and '.join(others)}; or name" if others else "Name"
     message = f"a checkpoint in the layout '{facts['layout']}' is not read by {where}."

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.config.formats import DType
+from pipeline.config.legality import readers_of
 from pipeline.config.schema import Format, KVCacheFormat
 from pipeline.core.artifacts import SourceCheckpoint
 from pipeline.core.progress import Progress
@@ -166,8 +167,13 @@ def _cannot(reader: ForeignReader, problems: list[Problem]) -> ConfigError:
         f"{reader.directory.name} ({reader.method}) cannot be converted without rounding again: "
         f"{len(problems)} or more of {len(reader.quantized_modules())} quantized layers",
         problems=problems[:20],
-        hint=hint + _NAME_16_BIT,
+        hint=hint + _NAME_16_BIT + _read_by(reader.layout),
     )
+
+
+def _read_by(layout: str) -> str:
+    targets = " or ".join(readers_of(layout))
+    return f" engine.target: {targets} reads its files as they are." if targets else ""
 
 
 def convert(
