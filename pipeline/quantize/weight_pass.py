@@ -1,7 +1,7 @@
 """One pass over a layer's weights: decode, compare with the source, apply to recorded rows; block by block.
 
 `reference` says what the stored numbers mean. The same is computed here with torch, into arrays that are used again
-for every block and so stay in a core's cache: two thirds of the time that a new array for each step takes. A test
+for every block and so stay in cache: two thirds of the time that a new array for each step takes. A test
 holds the two together, format by format.
 """
 
