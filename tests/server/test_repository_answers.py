@@ -6,16 +6,11 @@ The model is a random tiny Llama, so its bytes are mostly invalid UTF-8: hard on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from pipeline.config.deployment import ServingConfig
-from pipeline.triton.repository import emit
-from pipeline.triton.server import Server
-from tests.support.triton_repo import tiny_engine
 from tests.support.triton_stream import ask
 
 pytestmark = pytest.mark.server
@@ -23,16 +18,6 @@ pytestmark = pytest.mark.server
 PROMPT = "The capital of France is"
 ENTRIES = ("tensorrt_llm_bls", "ensemble")
 MESSAGES = '[{"role": "user", "content": "Hi"}]'
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """GRPC address of a server with the emitted repository."""
-    directory = tmp_path_factory.mktemp("answers")
-    engine = tiny_engine(directory)
-    emit(engine, ServingConfig(), name="tiny", out=directory / "repository")
-    with Server(directory / "repository", log_path=directory / "server.log", ready_timeout_s=120) as server:
-        yield f"127.0.0.1:{server.ports.grpc}"
 
 
 @pytest.fixture(params=ENTRIES)

@@ -5,17 +5,12 @@ Without `core_streams.py` the first few hundred crash it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pipeline.config.schema import ServingConfig
 from pipeline.triton.client import Client
 from pipeline.triton.generation import GenerationRequest
-from pipeline.triton.repository import emit
-from pipeline.triton.server import Server
-from tests.support.triton_repo import tiny_engine
 from tests.support.triton_stream import Stream, ask
 
 pytestmark = pytest.mark.server
@@ -23,16 +18,6 @@ pytestmark = pytest.mark.server
 ENTRY = "tensorrt_llm_bls"
 STREAMS = 1000
 ABANDONED = 150
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """GRPC address of a server with the emitted repository."""
-    directory = tmp_path_factory.mktemp("storm")
-    engine = tiny_engine(directory)
-    emit(engine, ServingConfig(), name="tiny", out=directory / "repository")
-    with Server(directory / "repository", log_path=directory / "server.log", ready_timeout_s=120) as server:
-        yield f"127.0.0.1:{server.ports.grpc}"
 
 
 def test_short_streams_are_all_answered_in_full(url: str) -> None:
