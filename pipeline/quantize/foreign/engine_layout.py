@@ -69,15 +69,14 @@ def target_of(reader: ForeignReader, form: Format, group_size: int | None, wante
     Raises:
         ConfigError: architecture, ranks or group size do not fit.
     """
-    quantization = QuantizationConfig(format=form)
     linears, quantized = linear_modules(reader), reader.quantized_modules()
+    groups = {} if group_size is None else {"group_size": group_size}
     if group_size is not None:
-        quantization = QuantizationConfig.model_validate({"format": form, "group_size": group_size})
         check_group_size({name: linears[name] for name in quantized}, group_size, wanted.tensor_parallel_size)
     target = Target(
         source=reader.directory,
         config=read_config(reader.directory).to_dict(),
-        quantization=quantization,
+        quantization=QuantizationConfig.model_validate({"format": form, **groups}),
         ranks=Ranks(tensor=wanted.tensor_parallel_size, pipeline=wanted.pipeline_parallel_size),
         dtype=wanted.dtype,
         formats=dict.fromkeys(quantized, form),
@@ -105,7 +104,8 @@ def write_ranks(
     """
     layout = layout_of(target)
     kept = Pieces(directory / "unfinished", durable=False)
-    cutter = _Cutter(reader=reader, layout=layout, dtype=target.dtype, layer=layer, kept=kept)
+    files = TensorFiles(reader.directory)
+    cutter = _Cutter(reader=reader, files=files, layout=layout, dtype=target.dtype, layer=layer, kept=kept)
     per_stage = layout.layers // layout.pp
     problems: list[Problem] = []
     for stage in range(layout.pp):
@@ -115,10 +115,10 @@ def write_ranks(
             advance(len(cutter.modules(part)))
         if not problems:
             for rank in layout.ranks(stage):
-                files = [kept.path(f"{rank}-{part}") for part in parts]
-                join(files, directory / f"rank{rank}.safetensors")
+                join([kept.path(f"{rank}-{part}") for part in parts], directory / f"rank{rank}.safetensors")
     discard(kept.directory)
-    describe(target, directory, None)
+    if not problems:
+        describe(target, directory, None)
     return problems
 
 
@@ -127,6 +127,7 @@ class _Cutter:
     """Cuts a checkpoint made elsewhere for ranks, a decoder layer at a time."""
 
     reader: ForeignReader
+    files: TensorFiles
     layout: Layout
     dtype: str
     layer: Callable[[str], ForeignLinear | Problem]
@@ -147,9 +148,9 @@ class _Cutter:
         problems += [problem for members in groups.values() for problem in _unlike(members, layers)]
         if problems:
             return problems
-        files, dtype = TensorFiles(self.reader.directory), getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype)
         for rank in self.layout.ranks(stage):
-            tensors = plain_tensors(self.layout, files, self._plain(part), rank=rank, dtype=dtype)
+            tensors = plain_tensors(self.layout, self.files, self._plain(part), rank=rank, dtype=dtype)
             for stored, members in groups.items():
                 linear = _stored_linear(self.layout, members, layers, dtype, rank % self.layout.tp)
                 base = stored.removesuffix(".weight")
@@ -195,9 +196,8 @@ def _stored_linear(
     first, split = layers[members[0][0]], members[0][1].part.split
 
     def cut(values: Callable[[ForeignLinear], np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> torch.Tensor:
-        return assemble(
-            layout, lambda name: torch.from_numpy(np.array(values(layers[name]))), members, index
-        ).contiguous()
+        read = {name: torch.from_numpy(np.array(values(layers[name]))) for name, _place in members}
+        return assemble(layout, read.__getitem__, members, index).contiguous()
 
     tensors: Tensors = {}
     if first.input_scale is not None:
