@@ -25,9 +25,9 @@ from pipeline.quantize import calibration as text
 from pipeline.quantize import experts, modelopt, probes
 from pipeline.quantize.export import write_json
 from pipeline.quantize.formats import algorithm, by_glob, observes, quantizer_config, searches, traits
-from pipeline.quantize.layered import LayeredModel, linear_names
+from pipeline.quantize.layered import LayeredModel
 from pipeline.quantize.pieces import Pieces, discard, join
-from pipeline.quantize.source_model import quiet_transformers
+from pipeline.quantize.source_model import linear_layers, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ class _Work:
             how = "max" if form is None else algorithm(form, self.quantization)
             watch.averages = form in AWQ
             with self.model.borrow(indices, head=head) as live:
-                named = by_glob(chosen, linear_names(live))
+                named = by_glob(chosen, linear_layers(live))
                 config = quantizer_config(self.quantization, named, kv_scales=kv_ranges)
                 modelopt.quantize_in_place(live, {**config, "algorithm": how}, watch.feed)
                 state |= _read_state(live, chosen, clipped=isinstance(how, dict) and how["method"] in _CLIPPING)

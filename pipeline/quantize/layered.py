@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.config.schema import Format
 from pipeline.errors import BadSafetensors, ConfigError, Problem
-from pipeline.quantize.source_model import build_skeleton, choose_device, read_config
+from pipeline.quantize.source_model import build_skeleton, choose_device, linear_layers, read_config
 from pipeline.quantize.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
@@ -98,13 +98,7 @@ class LayeredModel:
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Linear layers, name -> (out, in), in model order."""
-        from torch import nn as torch_nn
-
-        return {
-            name: (module.out_features, module.in_features)
-            for name, module in self.skeleton.named_modules()
-            if isinstance(module, torch_nn.Linear)
-        }
+        return linear_layers(self.skeleton)
 
     @cached_property
     def modules(self) -> list[str]:
@@ -299,13 +293,6 @@ class LayeredModel:
             holder = model.get_submodule(module)
             is_parameter = leaf in holder._parameters  # noqa: SLF001 - torch has no public question
             setattr(holder, leaf, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Names of a model's linear layers."""
-    from torch import nn as torch_nn
-
-    return [name for name, module in model.named_modules() if isinstance(module, torch_nn.Linear)]
 
 
 def _widen(files: TensorFiles, name: str, values: np.ndarray[Any, Any]) -> torch.Tensor:

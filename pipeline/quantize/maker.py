@@ -22,9 +22,9 @@ from pipeline.quantize import modelopt, probes, trtllm_export
 from pipeline.quantize.calibrated import CalibrationReader
 from pipeline.quantize.formats import by_glob, quantizer_config, traits, whole_model_config
 from pipeline.quantize.job import Job
-from pipeline.quantize.layered import linear_names
 from pipeline.quantize.pieces import Pieces, join, write_shards
 from pipeline.quantize.settle import Settled, find_shared_inputs, settle
+from pipeline.quantize.source_model import linear_layers
 from pipeline.quantize.trtllm_layout import Family
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Maker:
             raise TypeError("a format that ModelOpt makes needs a calibration")
         groups = find_shared_inputs(live)
         modelopt.insert(
-            live, quantizer_config(job.quantization, by_glob(mine, linear_names(live)), kv_scales=kv_scales)
+            live, quantizer_config(job.quantization, by_glob(mine, linear_layers(live)), kv_scales=kv_scales)
         )
         states = {name: found.layer(name) for name in mine}
         settled = settle(live, mine, states, groups, export=job.export, dtype=job.torch_dtype)

@@ -51,15 +51,19 @@ def build_skeleton(config: Any) -> Any:  # noqa: ANN401 - a transformers model
 
 def read_layout(config: Any) -> tuple[dict[str, tuple[int, int]], list[str]]:  # noqa: ANN401 - see read_config
     """Return the linear layers, name -> (out, in), and every module name, without any weight."""
-    import torch
-
     model = build_skeleton(config)
-    linears = {
+    return linear_layers(model), [name for name, _module in model.named_modules() if name]
+
+
+def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """A model's linear layers, name -> (out, in), in its order."""
+    from torch import nn as torch_nn
+
+    return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        if isinstance(module, torch_nn.Linear)
     }
-    return linears, [name for name, _module in model.named_modules() if name]
 
 
 def load_model(source: Path, dtype: str, progress: Progress) -> nn.Module:

@@ -11,8 +11,9 @@ from pipeline.core.artifacts import Calibration, SourceCheckpoint
 from pipeline.quantize import modelopt
 from pipeline.quantize.calibrated import CalibrationReader
 from pipeline.quantize.formats import WantedCheckpoint, by_glob, quantizer_config, traits
-from pipeline.quantize.layered import LayeredModel, linear_names
+from pipeline.quantize.layered import LayeredModel
 from pipeline.quantize.settle import SharedInput, find_shared_inputs, settle, shares_scalar_ranges
+from pipeline.quantize.source_model import linear_layers
 from pipeline.quantize.sparsity import read_sparsity
 from pipeline.quantize.training.student import LayerRanges
 
@@ -73,7 +74,7 @@ def _settled(
     import torch
 
     groups = find_shared_inputs(live)
-    modelopt.insert(live, quantizer_config(quantization, by_glob(formats, linear_names(live)), kv_scales=False))
+    modelopt.insert(live, quantizer_config(quantization, by_glob(formats, linear_layers(live)), kv_scales=False))
     states = {name: found.layer(name) for name in formats}
     settled = settle(live, formats, states, groups, export=wanted.export, dtype=getattr(torch, wanted.dtype))
     inputs = modelopt.input_quantizers(live)
